@@ -1,0 +1,197 @@
+"""The directories that stages read and write, opened and checked: Hugging Face checkpoint, TensorRT-LLM checkpoint, engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbuild.config import ModelConfig
+from specbuild.errors import CheckpointError, ConfigError, EngineError
+from specbuild.shape import ModelShape
+from specbuild.tensorfile import TensorEntry, read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_SMALL_FILES = ("*.json", "tokenizer.model", "*.txt")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def load_json(path: Path, error: type[Exception] = CheckpointError) -> dict[str, Any]:
+    """Read a JSON object; raise `error` with one line when it is absent or not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"Cannot open {path.parent}: {path.name} is missing. Expected a model directory that has it.") from None
+    except (OSError, ValueError) as reason:
+        raise error(f"Cannot read {path}: {reason}.") from None
+    if not isinstance(value, dict):
+        raise error(f"Cannot read {path}: expected a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def find_model_dir(model: ModelConfig, yaml_path: Path, *, weights: bool) -> Path:
+    """Return the directory of a model: a local one relative to the YAML, else a hub snapshot (with weights only if asked)."""
+    local = yaml_path.parent / Path(model.model).expanduser()
+    if local.is_dir():
+        if model.revision is not None:
+            raise ConfigError(f"Cannot use revision {model.revision!r} of {model.model}: it is a local directory. Remove `revision`.")
+        return local
+    if model.model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model.model):
+        raise ConfigError(f"Cannot find model {model.model}: {local} is not a directory. Paths are relative to {yaml_path}.")
+    return _fetch_from_hub(model, local, weights)
+
+
+def _fetch_from_hub(model: ModelConfig, local: Path, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*_SMALL_FILES, *(("*.safetensors",) if weights else ())]
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, allow_patterns=patterns))
+    except LocalEntryNotFoundError:
+        reason = "not in the local hub cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)"
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+    raise ConfigError(f"Cannot find model {model.model}: {local} is not a directory, and as a hub id it is {reason}. Give a directory, or fetch it once online.")
+
+
+@dataclass(frozen=True)
+class HFCheckpoint:
+    """A Hugging Face model directory: its config and where each tensor lies."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    entries: Mapping[str, TensorEntry]
+
+    @classmethod
+    def open(cls, directory: Path) -> HFCheckpoint:
+        """Open a directory and read its safetensors headers; every missing or damaged file is an error before any weight is read."""
+        config = load_json(directory / "config.json")
+        entries: dict[str, TensorEntry] = {}
+        headers = {file: read_header(directory / file) for file in find_weight_files(directory)}
+        for header in headers.values():
+            entries |= header
+        if (directory / INDEX).exists():
+            for name, file in load_json(directory / INDEX)["weight_map"].items():
+                if name not in headers[file]:
+                    raise CheckpointError(f"Cannot open {directory}: {INDEX} promises tensor {name} in {file}, which does not hold it. Fetch the model again.")
+        return cls(directory, config, entries)
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return sorted({entry.path for entry in self.entries.values()})
+
+
+def find_weight_files(directory: Path) -> list[str]:
+    """List the safetensors files of a Hugging Face directory, by its index or the standard name; all of them must exist."""
+    if (directory / INDEX).exists():
+        weight_map = load_json(directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"Cannot read {directory / INDEX}: it has no weight_map.")
+        files = sorted(set(weight_map.values()))
+    elif (directory / SINGLE).exists():
+        files = [SINGLE]
+    elif (directory / "adapter_config.json").exists():
+        raise CheckpointError(f"Cannot convert {directory}: it is an adapter, not a model. Merge it into its base model first.")
+    else:
+        raise CheckpointError(f"Cannot find weights in {directory}: expected {SINGLE} or {INDEX}. Save the model as safetensors.")
+    missing = [file for file in files if not (directory / file).exists()]
+    if missing:
+        raise CheckpointError(f"Cannot open {directory}: missing {', '.join(missing)} of {len(files)} weight files. Fetch the model again.")
+    return files
+
+
+def find_end_ids(directory: Path) -> tuple[int, ...]:
+    """Return the end token ids of a Hugging Face directory: generation_config.json's, else config.json's, else none."""
+    for file in ("generation_config.json", "config.json"):
+        if (directory / file).exists():
+            value = load_json(directory / file).get("eos_token_id")
+            if value is not None:
+                return tuple(value) if isinstance(value, list) else (value,)
+    return ()
+
+
+@dataclass(frozen=True)
+class TllmCheckpoint:
+    """A TensorRT-LLM checkpoint: config.json and one safetensors file per rank."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    shape: ModelShape
+
+    @classmethod
+    def open(cls, directory: Path) -> TllmCheckpoint:
+        config = load_json(directory / "config.json")
+        checkpoint = cls(directory, config, shape_from_tllm(config))
+        for path in checkpoint.rank_files:
+            if not path.exists():
+                raise CheckpointError(f"Cannot open {directory}: {path.name} is missing for world size {len(checkpoint.rank_files)}. Convert again.")
+        return checkpoint
+
+    @property
+    def rank_files(self) -> list[Path]:
+        return [self.directory / f"rank{rank}.safetensors" for rank in range(self.config["mapping"]["world_size"])]
+
+    def entries(self, rank: int = 0) -> dict[str, TensorEntry]:
+        return read_header(self.rank_files[rank])
+
+
+def shape_from_tllm(config: Mapping[str, Any]) -> ModelShape:
+    """Read a TensorRT-LLM config.json back into a shape."""
+    return ModelShape(
+        architecture=config["architecture"], layers=config["num_hidden_layers"], hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"], heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_size"], vocab=config["vocab_size"], max_positions=config["max_position_embeddings"],
+        rope_theta=config["rotary_base"], norm_eps=config["norm_epsilon"], hidden_act=config["hidden_act"],
+        tied=config["tie_word_embeddings"], attn_bias=config["attn_bias"], mlp_bias=config["mlp_bias"],
+        window=config.get("sliding_window"),
+    )  # fmt: skip
+
+
+def shape_to_tllm(shape: ModelShape) -> dict[str, Any]:
+    """Return the keys of a TensorRT-LLM config.json that describe a shape."""
+    window = {} if shape.window is None else {"sliding_window": shape.window}
+    return {
+        "architecture": shape.architecture, "num_hidden_layers": shape.layers, "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_size": shape.head_dim, "vocab_size": shape.vocab, "max_position_embeddings": shape.max_positions,
+        "position_embedding_type": "rope_gpt_neox", "rotary_base": shape.rope_theta, "rotary_scaling": None,
+        "norm_epsilon": shape.norm_eps, "hidden_act": shape.hidden_act, "tie_word_embeddings": shape.tied,
+        "attn_bias": shape.attn_bias, "mlp_bias": shape.mlp_bias, **window,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A built engine: its directory and config.json (TensorRT-LLM's schema plus our own section)."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    shape: ModelShape
+
+    @classmethod
+    def open(cls, directory: Path) -> Engine:
+        if not directory.is_dir():
+            raise EngineError(f"Cannot open engine {directory}: it does not exist. Run `specbuild build` first.")
+        config = load_json(directory / "config.json", EngineError)
+        return cls(directory, config, shape_from_tllm(config["pretrained_config"]))
+
+    @property
+    def compiler(self) -> str:
+        return str(self.config["specbuild"]["compiler"])
+
+    @property
+    def max_batch_size(self) -> int:
+        return int(self.config["build_config"]["max_batch_size"])
+
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.config["build_config"]["max_seq_len"]) - self.max_draft_len
+
+    @property
+    def max_draft_len(self) -> int:
+        return int(self.config["build_config"]["max_draft_len"])

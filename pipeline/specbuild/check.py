@@ -1,0 +1,130 @@
+"""Everything about a pair that can be known without reading weights; the first wrong thing is one error."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specbuild.artifacts import HFCheckpoint, find_end_ids, find_model_dir, load_json
+from specbuild.compilers import COMPILERS, find_compiler
+from specbuild.config import ROLES, PairConfig, Role
+from specbuild.convert import check_parallel, check_tensors, place_tensors
+from specbuild.errors import ConfigError
+from specbuild.families import find_family
+from specbuild.quant import find_scheme
+from specbuild.quantize import check_groups
+from specbuild.shape import ModelShape
+from specbuild.spec.accept import RULES
+from specbuild.spec.drafters import DRAFTERS
+from specbuild.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What is known of one model."""
+
+    directory: str
+    architecture: str
+    parameters: int
+    dtype: str
+    scheme: str
+    ranks: str
+    context: int
+    vocab: int
+    tokenizer_vocab: int
+    end_ids: tuple[int, ...]
+    weights_seen: bool  # the headers of its weight files were read and fit the config
+
+
+@dataclass(frozen=True)
+class PairReport:
+    """What is known of a pair, and what its user should know."""
+
+    target: ModelReport
+    draft: ModelReport
+    warnings: tuple[str, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_pair(config: PairConfig) -> PairReport:
+    """Check both models, then how they fit together; raise SpecbuildError at the first thing that cannot work."""
+    check_names(config)
+    reports = {role: check_model(config, role) for role in ROLES}
+    check_vocabularies(config)
+    target, draft = reports["target"], reports["draft"]
+    warnings = []
+    if draft.context < min(target.context, config.build.max_seq_len):
+        warnings.append(f"the draft's context is {draft.context}, shorter than the target's: beyond it the target decodes alone")
+    if draft.end_ids != target.end_ids:
+        warnings.append(f"end ids differ ({list(target.end_ids)} and {list(draft.end_ids)}): the target's are used")
+    if not target.end_ids:
+        warnings.append("the target names no end token: every answer runs to its length limit")
+    if draft.parameters * 2 > target.parameters:
+        warnings.append(f"the draft has {draft.parameters / target.parameters:.0%} of the target's parameters: speculation can hardly pay")
+    return PairReport(target, draft, tuple(warnings))
+
+
+def check_names(config: PairConfig) -> None:
+    """Raise ConfigError for a rule, drafter, compiler or scheme that no table has."""
+    tables = (("acceptance", config.speculation.acceptance, RULES), ("drafter", config.speculation.drafter, DRAFTERS), ("compiler", config.build.compiler, COMPILERS))
+    for what, name, table in tables:
+        if name not in table:
+            raise ConfigError(f"Cannot use {what} {name!r}: expected one of {', '.join(table)}.")
+    for role in ROLES:
+        find_scheme(config.model_of(role).quantize.scheme)
+    if config.speculation.draft_len > config.max_draft_len:
+        raise ConfigError(f"Cannot draft {config.speculation.draft_len} tokens with max_draft_len {config.max_draft_len}. Raise build.max_draft_len.")
+
+
+def check_model(config: PairConfig, role: Role) -> ModelReport:
+    """Check one model's files, shape, scheme and ranks."""
+    model = config.model_of(role)
+    directory = find_model_dir(model, config.path, weights=False)
+    values = load_json(directory / "config.json")
+    family = find_family(values)
+    shape = family.read_shape(values)
+    check_parallel(shape, model)
+    scheme = find_scheme(model.quantize.scheme)
+    check_groups(shape, scheme, model.quantize.group_size, model.tp)
+    find_compiler(config.build.compiler).check(shape, scheme, model.quantize.group_size, model.tp * model.pp)
+    check_context(config, role, shape)
+    seen = Path(config.path.parent / model.model).is_dir()
+    if seen:
+        check_tensors(HFCheckpoint.open(directory), family, list(place_tensors(family, shape, model.pp)), shape)
+    entries = load_tokenizer(directory).get_vocab_size()
+    if entries > shape.vocab:
+        raise ConfigError(f"Cannot use {model.model}: its tokenizer has {entries} tokens, its model only {shape.vocab} rows. Use the tokenizer it was trained with.")
+    return ModelReport(
+        str(directory), shape.architecture, count_parameters(shape), model.dtype, scheme.name, f"tp {model.tp}, pp {model.pp}",
+        shape.max_positions, shape.vocab, entries, find_end_ids(directory), seen,
+    )  # fmt: skip
+
+
+def check_context(config: PairConfig, role: Role, shape: ModelShape) -> None:
+    """Raise ConfigError when the target cannot hold max_seq_len; a draft that cannot is only a warning."""
+    if role == "target" and config.build.max_seq_len > shape.max_positions:
+        raise ConfigError(f"Cannot build for max_seq_len {config.build.max_seq_len}: the target has {shape.max_positions} positions. Use max_seq_len {shape.max_positions} or less.")
+
+
+def check_vocabularies(config: PairConfig) -> None:
+    """Raise ConfigError at the first id whose token differs; padded model vocabularies do not matter."""
+    target, draft = (
+        {index: token for token, index in load_tokenizer(find_model_dir(config.model_of(role), config.path, weights=False)).get_vocab().items()}
+        for role in ROLES
+    )
+    different = sorted(index for index in target.keys() | draft.keys() if target.get(index) != draft.get(index))
+    if different:
+        first = different[0]
+        raise ConfigError(
+            f"Cannot pair these models: {len(different)} token ids differ, first id {first} is {target.get(first)!r} in the target "
+            f"and {draft.get(first)!r} in the draft. Use a draft with the target's tokenizer."
+        )
+
+
+def count_parameters(shape: ModelShape) -> int:
+    """Return the number of weights, without norms and biases."""
+    per_layer = sum(rows * columns for rows, columns in shape.linears().values())
+    return shape.layers * per_layer + shape.vocab * shape.hidden * (1 if shape.tied else 2)

@@ -1,0 +1,28 @@
+"""specbuild build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from specbuild.check import check_names
+from specbuild.cli.options import config_argument, force_option, only_option, roles_of
+from specbuild.config import Role, load_config
+from specbuild.build import run_build
+
+
+@click.command("build")
+@config_argument
+@only_option
+@force_option
+def command(config: Path, only: Role | None, force: bool) -> None:
+    """Build an engine from each quantized checkpoint.
+
+    \b
+    specbuild build configs/demo.yaml --only draft
+    """
+    pair = load_config(config)
+    check_names(pair)
+    for role in roles_of(only):
+        run_build(pair, role, force)

@@ -1,0 +1,61 @@
+"""Options and arguments, each declared once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from specbuild.config import ROLES, Role
+from specbuild.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+config_argument = click.argument("config", type=click.Path(path_type=Path))
+force_option = click.option("--force", is_flag=True, help="Make it anew even if it is up to date.")
+only_option = click.option("--only", type=click.Choice(ROLES), help="Only this model of the pair.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+
+
+def generation_options(function: F) -> F:
+    """Add the options that `generate` and `call` share."""
+    for option in reversed((
+        click.option("--prompt", help="The text to continue."),
+        click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin."),
+        click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
+        click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = greedy."),
+        click.option("--top-k", type=int, default=0, show_default=True, help="Sample from the k likeliest tokens; 0 = all."),
+        click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the likeliest tokens that make up this mass."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same answer."),
+        click.option("--draft-len", type=int, help="Tokens drafted per round; 0 = plain decoding.  [default: as packaged]"),
+        click.option("--stop", multiple=True, help="End the answer before this text; repeatable."),
+    )):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """Return the prompt of --prompt or --prompt-file; exactly one must be given, and it must not be empty."""
+    if (prompt is None) == (prompt_file is None):
+        raise click.UsageError("Give exactly one of --prompt and --prompt-file.")
+    if prompt_file is not None:
+        try:
+            prompt = click.get_text_stream("stdin").read() if str(prompt_file) == "-" else prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"Cannot read prompt file {prompt_file}: {error}. Give a UTF-8 text file, or - for stdin.") from None
+    if not prompt:
+        raise ConfigError("Cannot generate from an empty prompt: expected at least one character. Give a prompt.")
+    return prompt
+
+
+def roles_of(only: Role | None) -> tuple[Role, ...]:
+    """Return the roles that --only selects."""
+    return (only,) if only else ROLES
+
+
+def echo_json(value: object) -> None:
+    """Print a result as one JSON object."""
+    click.echo(json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,24 @@
+"""specbuild package."""
+
+from pathlib import Path
+
+import click
+
+from specbuild.check import check_names
+from specbuild.cli.options import config_argument, force_option
+from specbuild.config import load_config
+from specbuild.package import run_package
+
+
+@click.command("package")
+@config_argument
+@force_option
+def command(config: Path, force: bool) -> None:
+    """Write the Triton model repository of the built pair.
+
+    \b
+    specbuild package configs/demo.yaml
+    """
+    pair = load_config(config)
+    check_names(pair)
+    run_package(pair, force)

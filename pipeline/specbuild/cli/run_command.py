@@ -1,0 +1,29 @@
+"""specbuild run."""
+
+from pathlib import Path
+
+import click
+
+from specbuild.cli.options import config_argument, echo_json, force_option, json_option
+from specbuild.config import load_config
+from specbuild.run import run_all
+from specbuild.verify import format_report
+
+
+@click.command("run")
+@config_argument
+@force_option
+@json_option
+def command(config: Path, force: bool, as_json: bool) -> None:
+    """Run check, convert, quantize, build and package, skipping what is up to date, then a short verify.
+
+    \b
+    specbuild run configs/demo.yaml
+    """
+    report = run_all(load_config(config), force)
+    if as_json:
+        echo_json(report.to_dict())
+    else:
+        click.echo(format_report(report))
+    if report.mismatches:
+        raise SystemExit(1)

@@ -1,0 +1,58 @@
+"""What a compiler is: it checks a model, builds an engine from a checkpoint, and may run one in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from specbuild.artifacts import TllmCheckpoint
+from specbuild.quant import QuantScheme
+from specbuild.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine is built for. max_draft_len > 0 only on the target."""
+
+    max_batch_size: int
+    max_seq_len: int
+    max_draft_len: int
+    kernels: str
+
+
+class Runner(Protocol):
+    """An open engine: logits of token sequences, stateless for the caller."""
+
+    vocab_size: int
+    max_seq_len: int
+
+    def logits(self, tokens: Sequence[int], n: int) -> np.ndarray[Any, Any]:
+        """Return the logits (n, vocab) of the last n positions."""
+        ...
+
+    def logits_batch(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[np.ndarray[Any, Any]]:
+        """Return the logits of several sequences, each as `logits` would."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every cached sequence."""
+
+
+class Compiler(Protocol):
+    """A module of this package that turns a checkpoint into an engine directory."""
+
+    PACKAGES: tuple[str, ...]
+
+    def check(self, shape: ModelShape, scheme: QuantScheme, group_size: int, world_size: int) -> None:
+        """Raise EngineError when this compiler cannot build such a model."""
+
+    def build(self, checkpoint: TllmCheckpoint, limits: Limits, out: Path, label: str) -> None:
+        """Write an engine directory."""
+
+    def open_runner(self, engine_dir: Path, max_slots: int = 8, threads: int = 0, vocab_size: int = 0) -> Runner:
+        """Open an engine for running in this process."""
+        ...

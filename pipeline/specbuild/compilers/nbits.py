@@ -1,0 +1,26 @@
+"""The layout of ONNX Runtime's MatMulNBits: unsigned integers in blocks along the input, low nibble first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def pack_blocks(q: Array, scale: Array, bits: int, block: int) -> tuple[Array, Array]:
+    """Pack signed q (out, in) and scale (out, groups) to B (out, blocks, block * bits / 8) uint8 and scales (out, blocks).
+
+    The operator's default zero point (8 or 128) is the offset added here. A group's scale is repeated over its blocks;
+    columns that do not fill the last block are padded with zeros.
+    """
+    rows, columns = q.shape
+    blocks = -(-columns // block)
+    offset = np.full((rows, blocks * block), 1 << (bits - 1), np.uint8)
+    offset[:, :columns] += q.view(np.uint8)  # wraps around, which is the two's complement sum wanted
+    if bits == 4:
+        offset = offset[:, 0::2] | (offset[:, 1::2] << 4)
+    per_group = -(-blocks // scale.shape[1])
+    scales = np.repeat(scale, per_group, axis=1)[:, :blocks]
+    return offset.reshape(rows, blocks, -1), np.ascontiguousarray(scales, np.float32)

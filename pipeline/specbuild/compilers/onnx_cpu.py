@@ -1,0 +1,97 @@
+"""onnx-cpu: a TensorRT-LLM checkpoint to an ONNX graph that ONNX Runtime runs on any machine.
+
+Quantized layers become MatMulNBits over the checkpoint's own integers and scales; the rest are standard operators of
+opset 24. Each layer's cache is an input and an output of the graph, (batch, kv_heads, capacity, head_dim), written in place.
+Weights lie beside the graph in weights.bin.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbuild.artifacts import TllmCheckpoint
+from specbuild.compilers.compiler import Limits, Runner
+from specbuild.errors import EngineError
+from specbuild.progress import bar
+from specbuild.provenance import find_version
+from specbuild.quant import QuantScheme, scheme_of_algo
+from specbuild.shape import ModelShape
+
+if TYPE_CHECKING:
+    from specbuild.compilers.onnx_graph import GraphBuilder
+
+PACKAGES = ("onnx", "onnxruntime", "torch")
+# A scale per 32 columns gives bit-equal rows at any width; wider blocks read weights faster (measured by bench_kernels.py).
+BLOCK = {"fast": 128, "width-independent": 32}
+
+
+def check(shape: ModelShape, scheme: QuantScheme, group_size: int, world_size: int) -> None:
+    """Raise EngineError for what this compiler cannot build."""
+    if world_size != 1:
+        raise EngineError(f"Cannot build with onnx-cpu for {world_size} ranks: it runs in one process. Use tp: 1 and pp: 1.")
+    if scheme.grouped and group_size % 32:
+        raise EngineError(f"Cannot build with onnx-cpu at group_size {group_size}: expected a multiple of 32. Use 32, 64 or 128.")
+    if shape.head_dim % 2:
+        raise EngineError(f"Cannot build with onnx-cpu: head size {shape.head_dim} is odd, rotary positions need pairs.")
+    missing = [name for name in ("onnx", "onnxruntime") if find_version(name) == "absent"]
+    if missing:
+        raise EngineError(f"Cannot build with onnx-cpu: {' and '.join(missing)} not installed. Run `pip install 'specbuild[cpu]'`.")
+
+
+def build(checkpoint: TllmCheckpoint, limits: Limits, out: Path, label: str) -> None:
+    """Write model.onnx, weights.bin and config.json."""
+    from specbuild.compilers.onnx_graph import GraphBuilder
+
+    shape = checkpoint.shape
+    quantization = checkpoint.config["quantization"]
+    scheme = scheme_of_algo(quantization["quant_algo"])
+    block = min(BLOCK[limits.kernels], quantization["group_size"]) if scheme.grouped else BLOCK[limits.kernels]
+    with GraphBuilder(out, shape, checkpoint.entries(), scheme, block, limits) as builder:
+        _add_decoder(builder, shape, label)
+        builder.save()
+    (out / "config.json").write_text(json.dumps(engine_config(checkpoint, limits, block), indent=2) + "\n")
+
+
+def open_runner(engine_dir: Path, max_slots: int = 8, threads: int = 0, vocab_size: int = 0) -> Runner:
+    """Open an engine for running in this process."""
+    from specbuild.compilers.ort_runner import OrtRunner
+
+    return OrtRunner(engine_dir, max_slots, threads, vocab_size)
+
+
+def engine_config(checkpoint: TllmCheckpoint, limits: Limits, block: int) -> dict[str, object]:
+    """Return config.json by the schema of a TensorRT-LLM engine, with our own section."""
+    plugins = {"paged_kv_cache": False, "use_paged_context_fmha": False, "remove_input_padding": False}
+    build_config = {
+        "max_input_len": limits.max_seq_len - 1, "max_seq_len": limits.max_seq_len + limits.max_draft_len,
+        "max_batch_size": limits.max_batch_size, "max_beam_width": 1, "max_num_tokens": limits.max_batch_size * limits.max_seq_len,
+        "kv_cache_type": "CONTINUOUS", "gather_context_logits": False, "gather_generation_logits": True,
+        "max_draft_len": limits.max_draft_len, "speculative_decoding_mode": 2 if limits.max_draft_len else 1, "plugin_config": plugins,
+    }  # fmt: skip
+    own = {"compiler": "onnx-cpu", "kernels": limits.kernels, "block_size": block, "accuracy_level": 4,
+           "onnxruntime": find_version("onnxruntime"), "onnx": find_version("onnx")}  # fmt: skip
+    return {"version": "1.0.0", "pretrained_config": dict(checkpoint.config), "build_config": build_config, "specbuild": own}
+
+
+def _add_decoder(builder: GraphBuilder, shape: ModelShape, label: str) -> None:
+    """Embedding, layers, final norm, and lm_head on the rows asked for."""
+    hidden = builder.embed()
+    residual: str | None = None
+    with bar(f"build {label}", shape.layers, "layer") as progress:
+        for layer in range(shape.layers):
+            hidden, residual = _add_layer(builder, layer, hidden, residual)
+            progress.update(1)
+    normed, _ = builder.norm("transformer.ln_f", hidden, residual)
+    builder.head(normed)
+
+
+def _add_layer(builder: GraphBuilder, layer: int, hidden: str, residual: str | None) -> tuple[str, str]:
+    """Add one pre-norm layer; return (output of its MLP, the residual it must still be added to)."""
+    name = f"transformer.layers.{layer}"
+    normed, residual = builder.norm(f"{name}.input_layernorm", hidden, residual)
+    attended = builder.attention(layer, builder.linear(f"{name}.attention.qkv", normed))
+    normed, residual = builder.norm(f"{name}.post_layernorm", builder.linear(f"{name}.attention.dense", attended), residual)
+    gated = builder.silu_product(builder.linear(f"{name}.mlp.fc", normed), builder.linear(f"{name}.mlp.gate", normed))
+    return builder.linear(f"{name}.mlp.proj", gated), residual

@@ -1,0 +1,160 @@
+"""Building blocks of the onnx-cpu graph: each adds nodes and returns the name of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+from typing_extensions import Self
+
+from specbuild.compilers.compiler import Limits
+from specbuild.compilers.nbits import pack_blocks
+from specbuild.quant import QuantScheme
+from specbuild.shape import ModelShape
+from specbuild.tensorfile import TensorEntry
+
+OPSET = 24  # TensorScatter, and Attention over a cache of fixed capacity
+CONTRIB = "com.microsoft"
+Array = np.ndarray[Any, Any]
+
+
+class GraphBuilder:
+    """Adds a decoder's nodes and streams its weights to weights.bin. Shapes: B sequences, S new tokens each, T cache capacity.
+
+    Inputs: input_ids (B, S) int64; positions (B, S) int64; write_at (B,) int64, where the new tokens go in the cache;
+    mask (B, 1, S, T) bool, what each new token may attend to; rows (B, R, 1) int64, the new tokens whose logits are wanted.
+    Output: logits (B, R, vocab).
+    """
+
+    def __init__(self, out: Path, shape: ModelShape, entries: Mapping[str, TensorEntry], scheme: QuantScheme, block: int, limits: Limits) -> None:
+        self.out, self.shape, self.entries, self.scheme, self.block = out, shape, entries, scheme, block
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights: dict[str, onnx.TensorProto] = {}
+        self.inputs = [
+            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["B", "S"]),
+            helper.make_tensor_value_info("positions", TensorProto.INT64, ["B", "S"]),
+            helper.make_tensor_value_info("write_at", TensorProto.INT64, ["B"]),
+            helper.make_tensor_value_info("mask", TensorProto.BOOL, ["B", 1, "S", "T"]),
+            helper.make_tensor_value_info("rows", TensorProto.INT64, ["B", "R", 1]),
+        ]
+        self.outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "R", shape.vocab])]
+        self._file = (out / "weights.bin").open("wb")
+        self._counter = 0
+        self._add_rotary_tables(limits.max_seq_len + limits.max_draft_len)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def embed(self) -> str:
+        table = self._weight("transformer.vocab_embedding.weight", self._load("transformer.vocab_embedding.weight"))
+        return self._node("Gather", [table, "input_ids"])
+
+    def norm(self, prefix: str, x: str, residual: str | None) -> tuple[str, str]:
+        """Return (normed, residual): the residual is x, or x added to the one given."""
+        scale = self._weight(f"{prefix}.weight", self._load(f"{prefix}.weight"))
+        epsilon = self.shape.norm_eps
+        if residual is None:
+            return self._node("RMSNormalization", [x, scale], axis=-1, epsilon=epsilon), x
+        outputs = [f"{prefix}.normed", "", "", f"{prefix}.residual"]
+        self.nodes.append(helper.make_node("SkipSimplifiedLayerNormalization", [x, residual, scale], outputs, domain=CONTRIB, epsilon=epsilon))
+        return outputs[0], outputs[3]
+
+    def linear(self, prefix: str, x: str) -> str:
+        """Add x @ W.T (+ bias): MatMulNBits over the checkpoint's integers, or MatMul where the scheme keeps the weight."""
+        stem = f"{prefix}."
+        tensors = {name.removeprefix(stem): entry.load() for name, entry in self.entries.items() if name.startswith(stem)}
+        bias = tensors.pop("bias", None)
+        levels = self.scheme.levels(tensors)
+        if levels is None:
+            x = self._node("MatMul", [x, self._weight(f"{prefix}.weight", tensors["weight"].float().T.contiguous().numpy())])
+        else:
+            if levels.prequant is not None:
+                x = self._node("Mul", [x, self._weight(f"{prefix}.prequant", levels.prequant.numpy())])
+            packed, scale = pack_blocks(levels.q.numpy(), levels.scale.numpy(), levels.bits, self.block)
+            inputs = [x, self._weight(f"{prefix}.packed", packed), self._weight(f"{prefix}.scale", scale)]
+            rows, columns = levels.q.shape
+            x = self._node("MatMulNBits", inputs, domain=CONTRIB, K=columns, N=rows, bits=levels.bits, block_size=self.block, accuracy_level=4)
+        return x if bias is None else self._node("Add", [x, self._weight(f"{prefix}.bias", bias.float().numpy())])
+
+    def attention(self, layer: int, qkv: str) -> str:
+        """Add rotary positions, the cache update in place, and attention: (B, S, rows) to (B, S, q_rows)."""
+        shape = self.shape
+        sizes = self._weight("qkv_sizes", np.array([shape.q_rows, shape.kv_rows, shape.kv_rows], np.int64))
+        parts = self._node("Split", [qkv, sizes], outputs=3, axis=-1)
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+        query, key, value = (self._to_heads(part, count) for part, count in zip(parts, heads, strict=True))
+        query, key = (self._node("RotaryEmbedding", [part, "rotary.cos", "rotary.sin", "positions"]) for part in (query, key))
+        cached = [self._cache(f"{kind}_{layer}", new) for kind, new in (("key", key), ("value", value))]
+        attended = self._node("Attention", [query, *cached, "mask"], scale=shape.head_dim**-0.5)
+        flat = self._node("Transpose", [attended], perm=[0, 2, 1, 3])
+        return self._node("Reshape", [flat, self._weight("joined_heads", np.array([0, 0, shape.q_rows], np.int64))])
+
+    def silu_product(self, gate: str, up: str) -> str:
+        """Add silu(gate) * up."""
+        return self._node("Mul", [self._node("QuickGelu", [gate], domain=CONTRIB, alpha=1.0), up])
+
+    def head(self, hidden: str) -> None:
+        """Add lm_head on the wanted rows. It stays in full precision."""
+        rows = self._node("GatherND", [hidden, "rows"], batch_dims=1)
+        weight = self._weight("lm_head.weight", self._load("lm_head.weight").T.copy())
+        self.nodes.append(helper.make_node("MatMul", [rows, weight], ["logits"]))
+
+    def save(self) -> None:
+        """Write model.onnx."""
+        graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, initializer=list(self.weights.values()))
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=11, producer_name="specbuild")
+        onnx.save_model(model, self.out / "model.onnx")
+
+    def _to_heads(self, x: str, count: int) -> str:
+        split = self._weight(f"split_heads_{count}", np.array([0, 0, count, self.shape.head_dim], np.int64))
+        return self._node("Transpose", [self._node("Reshape", [x, split])], perm=[0, 2, 1, 3])
+
+    def _cache(self, name: str, new: str) -> str:
+        """Add a cache input and output; the new rows are written at write_at."""
+        dims = ["B", self.shape.kv_heads, "T", self.shape.head_dim]
+        self.inputs.append(helper.make_tensor_value_info(f"past_{name}", TensorProto.FLOAT, dims))
+        self.outputs.append(helper.make_tensor_value_info(f"present_{name}", TensorProto.FLOAT, dims))
+        self.nodes.append(helper.make_node("TensorScatter", [f"past_{name}", new, "write_at"], [f"present_{name}"], axis=2, mode="linear"))
+        return f"present_{name}"
+
+    def _add_rotary_tables(self, positions: int) -> None:
+        frequencies = self.shape.rope_theta ** (-np.arange(0, self.shape.head_dim, 2, dtype=np.float64) / self.shape.head_dim)
+        angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies
+        self._weight("rotary.cos", np.cos(angles).astype(np.float32))
+        self._weight("rotary.sin", np.sin(angles).astype(np.float32))
+
+    def _load(self, name: str) -> Array:
+        array: Array = self.entries[name].load().float().numpy()
+        return array
+
+    def _weight(self, name: str, array: Array) -> str:
+        """Append an array to weights.bin, aligned, and name it as an initializer; small ones stay in the graph."""
+        if name in self.weights:
+            return name
+        if array.nbytes < 1024:
+            self.weights[name] = onnx.numpy_helper.from_array(np.ascontiguousarray(array), name)
+            return name
+        self._file.write(b"\0" * (-self._file.tell() % 4096))
+        tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape)
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", "weights.bin"), ("offset", self._file.tell()), ("length", array.nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        np.ascontiguousarray(array).tofile(self._file)
+        self.weights[name] = tensor
+        return name
+
+    def _node(self, op: str, inputs: list[str], outputs: int = 1, **attributes: Any) -> Any:
+        """Add a node; return its output's name, or the list of names when there are several."""
+        self._counter += 1
+        names = [f"{op}_{self._counter}_{i}" for i in range(outputs)]
+        self.nodes.append(helper.make_node(op, inputs, names, **attributes))
+        return names[0] if outputs == 1 else names

@@ -1,0 +1,203 @@
+"""Runs onnx-cpu engines: stateless requests over cache slots, so a request costs only the tokens that no slot has seen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from specbuild.artifacts import Engine
+from specbuild.errors import EngineError
+
+Array = np.ndarray[Any, Any]
+FIRST_CAPACITY = 128  # positions a slot holds at first; doubled when a sequence needs more
+CHUNK = 256  # new tokens in one pass at most: attention scores grow with new tokens times capacity
+REWIND = 64  # a slot may lose this many tokens to a request (a rejected draft); more is copied to another slot
+
+
+@dataclass
+class Slot:
+    """The tokens whose keys and values a cache row holds, and when it was last used."""
+
+    tokens: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    used: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A sequence in its slot: tokens from `start` on are new, logits of the last `wanted` positions are returned."""
+
+    slot: int
+    tokens: Array
+    start: int
+    wanted: int
+
+    @property
+    def new(self) -> int:
+        return len(self.tokens) - self.start
+
+
+class OrtRunner:
+    """An open engine. logits() may be called from several threads; passes run one at a time."""
+
+    def __init__(self, engine_dir: Path, max_slots: int = 8, threads: int = 0, vocab_size: int = 0) -> None:
+        engine = Engine.open(engine_dir)
+        self.shape = engine.shape
+        self.vocab_size = vocab_size or engine.shape.vocab  # ids beyond the tokenizer's are padding and never returned
+        self.max_seq_len = engine.max_seq_len
+        self._last_position = engine.max_seq_len + engine.max_draft_len - 1  # padding beyond it has no rotary row
+        self.tokens_computed = 0
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # two engines share the cores
+        try:
+            self._session = ort.InferenceSession(str(engine_dir / "model.onnx"), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # noqa: BLE001  onnxruntime raises bare pybind exceptions
+            raise EngineError(f"Cannot open engine {engine_dir}: {str(error).splitlines()[0]}. Build it again on this machine.") from None
+        self._slots = [Slot() for _ in range(max_slots)]
+        self._clock = 0
+        self._lock = threading.Lock()
+        self._caches: dict[str, Array] = {}
+        self._bindings: dict[tuple[int, int], Any] = {}
+        self._resize(FIRST_CAPACITY)
+
+    def reset(self) -> None:
+        """Forget every cached sequence."""
+        with self._lock:
+            self._slots = [Slot() for _ in self._slots]
+
+    def logits(self, tokens: Sequence[int], n: int) -> Array:
+        """Return float32 logits (n, vocab) of the last n positions of a sequence."""
+        return self.logits_batch([(tokens, n)])[0]
+
+    def logits_batch(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Array]:
+        """Return each sequence's logits as `logits` would, sharing passes where lengths are alike."""
+        for tokens, n in requests:
+            if not 1 <= n <= len(tokens) or len(tokens) > self.max_seq_len:
+                raise EngineError(f"Cannot run {len(tokens)} tokens for {n} logits: expected 1 to {self.max_seq_len} tokens and at least as many as logits.")
+        results: list[Array] = []
+        with self._lock:
+            for i in range(0, len(requests), len(self._slots)):
+                results += self._run(requests[i : i + len(self._slots)])
+        return results
+
+    def _run(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Array]:
+        """Run at most as many requests as there are slots."""
+        jobs: list[Job] = []
+        for tokens, n in requests:
+            jobs.append(self._place(np.asarray(tokens, np.int64), n, {job.slot for job in jobs}))
+        jobs = [self._ingest(job) for job in jobs]
+        results: dict[int, Array] = {}
+        for group in group_jobs(jobs):
+            for job, logits in zip(group, self._pass(group), strict=True):
+                results[job.slot] = logits
+        return [results[job.slot] for job in jobs]
+
+    def _place(self, tokens: Array, wanted: int, taken: set[int]) -> Job:
+        """Choose a slot: the one that shares the longest prefix; if too much of it would be lost, the oldest with that prefix copied."""
+        self._clock += 1
+        free = [i for i in range(len(self._slots)) if i not in taken]
+        shared = {i: common_prefix(self._slots[i].tokens, tokens) for i in free}
+        best = max(free, key=lambda i: (shared[i], -len(self._slots[i].tokens), -i))
+        start = min(shared[best], len(tokens) - wanted)
+        if len(self._slots[best].tokens) - start > REWIND:
+            oldest = min(free, key=lambda i: (self._slots[i].used, i))
+            if oldest != best:
+                for cache in self._caches.values():
+                    cache[oldest, :, :start] = cache[best, :, :start]
+                best = oldest
+        self._slots[best] = Slot(tokens[:start], self._clock)
+        return Job(best, tokens, start, wanted)
+
+    def _ingest(self, job: Job) -> Job:
+        """Run all but the last chunk of a long sequence, without logits."""
+        while job.new > max(CHUNK, job.wanted):
+            end = min(job.start + CHUNK, len(job.tokens) - job.wanted)
+            self._pass([Job(job.slot, job.tokens[:end], job.start, 1)])
+            job = Job(job.slot, job.tokens, end, job.wanted)
+        return job
+
+    def _pass(self, jobs: Sequence[Job]) -> list[Array]:
+        """Run jobs of neighbouring slots in one pass; shorter ones are padded, and the padding is overwritten later."""
+        width = max(job.new for job in jobs)
+        wanted = max(job.wanted for job in jobs)
+        self._resize(max(job.start for job in jobs) + width)
+        ids = np.zeros((len(jobs), width), np.int64)
+        rows = np.zeros((len(jobs), wanted, 1), np.int64)
+        for i, job in enumerate(jobs):
+            ids[i, : job.new] = job.tokens[job.start :]
+            rows[i, :, 0] = np.maximum(np.arange(job.new - wanted, job.new), 0)
+        starts = np.array([job.start for job in jobs], np.int64)
+        positions = starts[:, None] + np.arange(width)
+        inputs = {"input_ids": ids, "positions": np.minimum(positions, self._last_position), "write_at": starts, "mask": self._mask(positions), "rows": rows}
+        binding = self._bind(jobs[0].slot, jobs[-1].slot + 1)
+        for name, value in inputs.items():
+            binding.bind_cpu_input(name, value)
+        binding.bind_output("logits", "cpu")
+        self._session.run_with_iobinding(binding)
+        logits = binding.get_outputs()[-1].numpy()
+        for job in jobs:
+            self._slots[job.slot].tokens = job.tokens
+        self.tokens_computed += sum(job.new for job in jobs)
+        return [logits[i, wanted - job.wanted :, : self.vocab_size] for i, job in enumerate(jobs)]
+
+    def _mask(self, positions: Array) -> Array:
+        """Return (B, 1, S, T) bool: each new token sees itself and what came before, within the window."""
+        columns = np.arange(self._capacity)
+        mask: Array = columns <= positions[:, :, None]
+        if self.shape.window is not None:
+            mask &= columns > positions[:, :, None] - self.shape.window
+        return mask[:, None]
+
+    def _resize(self, needed: int) -> None:
+        """Make every cache hold `needed` positions, doubling; what is cached is kept."""
+        if self._caches and needed <= self._capacity:
+            return
+        self._capacity = FIRST_CAPACITY
+        while self._capacity < needed:
+            self._capacity *= 2
+        dims = (len(self._slots), self.shape.kv_heads, self._capacity, self.shape.head_dim)
+        for name in [f"{kind}_{layer}" for layer in range(self.shape.layers) for kind in ("key", "value")]:
+            old, new = self._caches.get(name), np.zeros(dims, np.float32)
+            if old is not None:
+                new[:, :, : old.shape[2]] = old
+            self._caches[name] = new
+        self._bindings.clear()
+
+    def _bind(self, low: int, high: int) -> Any:
+        """Return the binding of the caches of slots low..high-1, each as input and output, so that they are written in place."""
+        if (low, high) not in self._bindings:
+            binding = self._session.io_binding()
+            for name, cache in self._caches.items():
+                view = cache[low:high]
+                where = ("cpu", 0, np.float32, view.shape, view.ctypes.data)
+                binding.bind_input(f"past_{name}", *where)
+                binding.bind_output(f"present_{name}", *where)
+            self._bindings[low, high] = binding
+        return self._bindings[low, high]
+
+
+def common_prefix(a: Array, b: Array) -> int:
+    """Return how many leading tokens two sequences share."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def group_jobs(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Group jobs into passes: neighbouring slots, and no job padded to more than twice its new tokens (or 8)."""
+    groups: list[list[Job]] = []
+    for job in sorted(jobs, key=lambda job: job.slot):
+        if groups and groups[-1][-1].slot + 1 == job.slot:
+            widths = [other.new for other in groups[-1]] + [job.new]
+            if max(widths) <= max(8, 2 * min(widths)):
+                groups[-1].append(job)
+                continue
+        groups.append([job])
+    return groups

@@ -1,0 +1,128 @@
+"""The YAML that names a pair, as frozen models; unknown keys are errors that name the nearest legal one."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from specbuild.errors import ConfigError
+
+Role = Literal["target", "draft"]
+ROLES: tuple[Role, ...] = ("target", "draft")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class QuantizeConfig(_Section):
+    """How a model is quantized."""
+
+    scheme: str = Field("full_prec", description="one of SCHEMES")
+    group_size: Annotated[int, Field(ge=1)] = Field(128, description="input columns that share a scale, where the scheme has groups")
+    calibration: None = Field(None, description="null: round to nearest, with prequant scales of one")
+
+
+class ModelConfig(_Section):
+    """A model and how it is stored."""
+
+    model: Annotated[str, Field(min_length=1)] = Field(description="a directory, relative to the YAML file, or a hub id")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="dtype of the checkpoint")
+    tp: Annotated[int, Field(ge=1)] = Field(1, description="tensor parallel ranks")
+    pp: Annotated[int, Field(ge=1)] = Field(1, description="pipeline parallel ranks")
+    quantize: QuantizeConfig = Field(default_factory=QuantizeConfig)
+
+
+class SpeculationConfig(_Section):
+    """How the pair speculates."""
+
+    draft_len: Annotated[int, Field(ge=0, le=64)] = Field(4, description="tokens drafted per round; 0 = plain decoding")
+    acceptance: str = Field("rejection", description="one of RULES")
+    drafter: str = Field("model", description="one of DRAFTERS")
+
+
+class BuildConfig(_Section):
+    """What the engines are built for."""
+
+    compiler: str = Field("onnx-cpu", description="one of COMPILERS")
+    max_batch_size: Annotated[int, Field(ge=1, le=1024)] = Field(8, description="sequences in one pass")
+    max_seq_len: Annotated[int, Field(ge=2)] = Field(1024, description="prompt and output tokens together")
+    max_draft_len: Annotated[int, Field(ge=0, le=64)] | None = Field(None, description="most drafted tokens a request may ask for; default 8, or draft_len")
+    kernels: Literal["fast", "width-independent"] = Field("fast", description="onnx-cpu: whether rows may round differently in wider passes")
+
+
+class PairConfig(_Section):
+    """The whole YAML, and where it was read."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    workdir: str | None = Field(None, description="relative to the current directory, or absolute; default build/<name>")
+    target: ModelConfig
+    draft: ModelConfig
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    build: BuildConfig = Field(default_factory=BuildConfig)
+    path: Path = Field(exclude=True, strict=False)
+
+    @property
+    def work_dir(self) -> Path:
+        return Path(self.workdir or f"build/{self.name}").expanduser()
+
+    def model_of(self, role: Role) -> ModelConfig:
+        return self.target if role == "target" else self.draft
+
+    def dir_of(self, role: Role, stage: Literal["checkpoint", "quantized", "engine"]) -> Path:
+        return self.work_dir / role / stage
+
+    @property
+    def max_draft_len(self) -> int:
+        return max(8, self.speculation.draft_len) if self.build.max_draft_len is None else self.build.max_draft_len
+
+    @property
+    def repository_dir(self) -> Path:
+        return self.work_dir / "model_repository"
+
+
+def load_config(path: Path) -> PairConfig:
+    """Read and check a YAML file; raise ConfigError with one line that names the first wrong key or value."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Cannot read config {path}: {error.strerror}. Give the path of a YAML file.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read config {path}: not valid YAML ({' '.join(str(error).split())}).") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"Cannot use config {path}: expected a mapping with name, target and draft, found {type(values).__name__}.")
+    if "path" in values:
+        raise ConfigError(_unknown_key(path, ("path",), PairConfig))
+    try:
+        return PairConfig(**values, path=path)
+    except ValidationError as error:
+        raise ConfigError(_first_problem(path, error)) from None
+    except TypeError as error:
+        raise ConfigError(f"Cannot use config {path}: keys must be words ({error}).") from None
+
+
+def _first_problem(path: Path, error: ValidationError) -> str:
+    problem = error.errors()[0]
+    where = tuple(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        section: Any = PairConfig
+        for part in where[:-1]:
+            section = section.model_fields[part].annotation
+        return _unknown_key(path, where, section)
+    if problem["type"] == "missing":
+        return f"Cannot use config {path}: key {'.'.join(where)} is missing. Add it."
+    if where == ("target", "quantize", "calibration") or where == ("draft", "quantize", "calibration"):
+        return f"Cannot use config {path}: {'.'.join(where)} is {problem['input']!r}, expected null (round to nearest); calibrated scales are not available in this version."
+    return f"Cannot use config {path}: {'.'.join(where)} is {problem['input']!r}. {problem['msg']}."
+
+
+def _unknown_key(path: Path, where: tuple[str, ...], section: type[BaseModel]) -> str:
+    legal = [name for name in section.model_fields if name != "path"]
+    near = difflib.get_close_matches(where[-1], legal, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"Cannot use config {path}: unknown key {'.'.join(where)}.{hint} Legal here: {', '.join(legal)}."

@@ -1,0 +1,201 @@
+"""The convert stage: a Hugging Face checkpoint to a TensorRT-LLM checkpoint, streamed tensor by tensor into every rank's file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbuild.artifacts import HFCheckpoint, find_model_dir, shape_to_tllm
+from specbuild.config import ModelConfig, PairConfig, Role
+from specbuild.errors import CheckpointError
+from specbuild.families import Family, TensorRule, find_family
+from specbuild.progress import bar
+from specbuild.provenance import Record, digest_files, make_artifact
+from specbuild.shape import ModelShape
+from specbuild.tensorfile import FLOATS, TensorSpec, TensorWriter, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A TensorRT-LLM tensor of one layer (or of the whole model), with the ranks that hold it."""
+
+    name: str  # layers renumbered within their pipeline rank
+    rule: TensorRule
+    sources: tuple[str, ...]
+    pp_rank: int
+
+
+def run_convert(config: PairConfig, role: Role, force: bool = False) -> bool:
+    """Write `<workdir>/<role>/checkpoint`; return whether it was made anew."""
+    model = config.model_of(role)
+    source = HFCheckpoint.open(find_model_dir(model, config.path, weights=True))
+    parameters = {"dtype": model.dtype, "tp": model.tp, "pp": model.pp}
+    files = [source.directory / "config.json", *source.weight_files]
+    record = Record("convert", parameters, {"model": digest_files(files)}, ("torch",))
+    return make_artifact(config.dir_of(role, "checkpoint"), record, force, lambda out: write_checkpoint(source, model, out, role))
+
+
+def write_checkpoint(source: HFCheckpoint, model: ModelConfig, out: Path, label: str) -> None:
+    """Write config.json and one safetensors file per rank. Memory holds one joined tensor at a time."""
+    family = find_family(source.config)
+    shape = family.read_shape(source.config)
+    check_parallel(shape, model)
+    placed = list(place_tensors(family, shape, model.pp))
+    check_tensors(source, family, placed, shape)
+    (out / "config.json").write_text(json.dumps(tllm_config(shape, model), indent=2) + "\n")
+    plans: list[list[TensorSpec]] = [[] for _ in range(model.tp * model.pp)]
+    for item in placed:
+        shape_of_rank = split_shape(joined_shape(source, item), item.rule, shape, model.tp)
+        for tp_rank in range(model.tp):
+            plans[item.pp_rank * model.tp + tp_rank].append(TensorSpec(item.name, DTYPE_NAMES[model.dtype], shape_of_rank))
+    with ExitStack() as stack, bar(f"convert {label}", sum(s.nbytes for plan in plans for s in plan), "B") as progress:
+        writers = [TensorWriter(out / f"rank{rank}.safetensors", plan) for rank, plan in enumerate(plans)]
+        for writer in writers:
+            stack.callback(writer.abort)
+        for item in placed:
+            parts = load_parts(source, item, model.dtype)
+            for tp_rank in range(model.tp):
+                piece = split_tensor(parts, item.rule, shape, model.tp, tp_rank)
+                writers[item.pp_rank * model.tp + tp_rank].write(item.name, piece)
+                progress.update(piece.nbytes)
+        for writer in writers:
+            writer.close()
+
+
+def tllm_config(shape: ModelShape, model: ModelConfig) -> dict[str, Any]:
+    """Return the config.json of an unquantized TensorRT-LLM checkpoint."""
+    return {
+        **shape_to_tllm(shape), "dtype": model.dtype, "logits_dtype": "float32", "use_parallel_embedding": False, "embedding_sharding_dim": 0,
+        "mapping": {"world_size": model.tp * model.pp, "tp_size": model.tp, "pp_size": model.pp},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+    }  # fmt: skip
+
+
+def check_parallel(shape: ModelShape, model: ModelConfig) -> None:
+    """Raise CheckpointError when the ranks cannot share the heads, the MLP or the layers."""
+    tp, pp = model.tp, model.pp
+    for what, size in (("attention heads", shape.heads), ("MLP columns", shape.intermediate)):
+        if size % tp:
+            raise CheckpointError(f"Cannot split {model.model} for tp={tp}: {size} {what} are not a multiple of {tp}. Use a tp that divides {size}.")
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        raise CheckpointError(
+            f"Cannot split {model.model} for tp={tp}: {shape.kv_heads} key-value heads neither divide nor are divided by {tp}. "
+            f"Use a tp that is a divisor or a multiple of {shape.kv_heads}."
+        )
+    if shape.layers % pp:
+        raise CheckpointError(f"Cannot split {model.model} for pp={pp}: {shape.layers} layers are not a multiple of {pp}. Use a pp that divides {shape.layers}.")
+
+
+def place_tensors(family: Family, shape: ModelShape, pp: int) -> Iterator[Placed]:
+    """Yield every tensor with its pipeline rank: the embedding on the first, the final norm and lm_head on the last."""
+    per_rank = shape.layers // pp
+    rules = [rule for rule in family.rules if rule.when(shape)]
+    whole = [rule for rule in rules if "{i}" not in rule.name]
+    for rule in whole[:1]:
+        yield Placed(rule.name, rule, rule.sources, 0)
+    for layer in range(shape.layers):
+        for rule in rules:
+            if "{i}" in rule.name:
+                sources = tuple(source.format(i=layer) for source in rule.sources)
+                yield Placed(rule.name.format(i=layer % per_rank), rule, sources, layer // per_rank)
+    for rule in whole[1:]:
+        yield Placed(rule.name, rule, rule.sources, pp - 1)
+
+
+def check_tensors(source: HFCheckpoint, family: Family, placed: list[Placed], shape: ModelShape) -> None:
+    """Raise CheckpointError for a missing, unexpected, misshapen or non-float tensor."""
+    wanted = {name for item in placed for name in item.sources}
+    if missing := sorted(wanted - source.entries.keys()):
+        raise CheckpointError(f"Cannot convert {source.directory}: {len(missing)} tensors are missing, first {missing[0]}. Fetch the model again.")
+    ignored = ("lm_head.weight", *family.ignored) if shape.tied else family.ignored
+    extra = sorted(name for name in source.entries.keys() - wanted if not name.endswith(ignored))
+    if extra:
+        raise CheckpointError(
+            f"Cannot convert {source.directory}: unexpected tensor {extra[0]} ({len(extra)} in all) for {family.architecture}. "
+            "Its maths would be lost; remove it or fix config.json."
+        )
+    for item in placed:
+        expected = expected_shape(item.name, shape)
+        found = joined_shape(source, item)
+        if found != expected:
+            raise CheckpointError(f"Cannot convert {source.directory}: {' + '.join(item.sources)} is {found}, expected {expected} by config.json.")
+        for name in item.sources:
+            if source.entries[name].dtype not in FLOATS:
+                raise CheckpointError(f"Cannot convert {source.directory}: {name} is {source.entries[name].dtype}, expected one of {', '.join(FLOATS)}.")
+
+
+def expected_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
+    """Return the unsplit shape of a TensorRT-LLM tensor."""
+    if name in ("transformer.vocab_embedding.weight", "lm_head.weight"):
+        return (shape.vocab, shape.hidden)
+    part, kind = name.removeprefix("transformer.layers.").split(".", 1)[-1].rsplit(".", 1)
+    linear = shape.linears().get(part)
+    if linear is None:
+        return (shape.hidden,)
+    return linear if kind == "weight" else linear[:1]
+
+
+def joined_shape(source: HFCheckpoint, item: Placed) -> tuple[int, ...]:
+    """Return the shape of an item's sources joined along the rows."""
+    shapes = [source.entries[name].shape for name in item.sources]
+    return (sum(s[0] for s in shapes), *shapes[0][1:])
+
+
+def load_parts(source: HFCheckpoint, item: Placed, dtype: str) -> list[torch.Tensor]:
+    """Read an item's sources, cast; raise CheckpointError for a value that is not finite, before or after the cast."""
+    parts = []
+    for name in item.sources:
+        part = source.entries[name].load().to(torch_dtype(DTYPE_NAMES[dtype]))
+        if not bool(part.isfinite().all()):
+            row = int((~part.isfinite()).reshape(part.shape[0], -1).any(dim=1).nonzero()[0])
+            raise CheckpointError(f"Cannot convert {name}: row {row} holds NaN or infinity as {dtype}. Fetch the model again, or use dtype float32.")
+        parts.append(part)
+    return parts
+
+
+def split_shape(full: tuple[int, ...], rule: TensorRule, shape: ModelShape, tp: int) -> tuple[int, ...]:
+    """Return one rank's shape of a tensor."""
+    if rule.split == "rows":
+        return (full[0] // tp, *full[1:])
+    if rule.split == "columns":
+        return (full[0], full[1] // tp)
+    if rule.split == "vocab":
+        return (math.ceil(full[0] / tp), full[1])
+    if rule.split == "qkv":
+        kv_heads = max(1, shape.kv_heads // tp)
+        return ((shape.heads // tp + 2 * kv_heads) * shape.head_dim, *full[1:])
+    return full
+
+
+def split_tensor(parts: list[torch.Tensor], rule: TensorRule, shape: ModelShape, tp: int, rank: int) -> torch.Tensor:
+    """Return one rank's share of a tensor given as its joined parts."""
+    import torch
+
+    if rule.split == "qkv":
+        return torch.cat([_take_heads(part, shape, tp, rank) for part in parts])
+    tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if rule.split == "rows":
+        return tensor.chunk(tp, dim=0)[rank]
+    if rule.split == "columns":
+        return tensor.chunk(tp, dim=1)[rank]
+    if rule.split == "vocab" and tensor.shape[0] % tp:
+        tensor = torch.nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % tp))
+    return tensor.chunk(tp, dim=0)[rank] if rule.split == "vocab" else tensor
+
+
+def _take_heads(part: torch.Tensor, shape: ModelShape, tp: int, rank: int) -> torch.Tensor:
+    """Return a rank's heads of q, k or v; key-value heads are repeated when there are fewer than ranks."""
+    heads = part.reshape(-1, shape.head_dim, *part.shape[1:])
+    if heads.shape[0] < tp:
+        heads = heads.repeat_interleave(tp // heads.shape[0], dim=0)
+    return heads.chunk(tp, dim=0)[rank].reshape(-1, *part.shape[1:])

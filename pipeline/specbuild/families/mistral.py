@@ -1,0 +1,18 @@
+"""Mistral: Llama with an optional sliding window and no biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from specbuild.families import llama
+from specbuild.shape import ModelShape
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """Read a Mistral config.json; a null sliding_window means full attention."""
+    return replace(llama.read_shape(config), window=config.get("sliding_window"), attn_bias=False, mlp_bias=False)
+
+
+FAMILY = replace(llama.FAMILY, architecture="MistralForCausalLM", read_shape=read_shape)

@@ -1,0 +1,40 @@
+"""int4_awq: 4-bit groups along the input, with a per-input prequant scale (ones: round to nearest)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specbuild.quant.packing import pack_rows, unpack_rows
+from specbuild.quant.rounding import round_groups
+from specbuild.quant.scheme import Levels, QuantScheme, Tensors
+from specbuild.tensorfile import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _plan(spec: TensorSpec, group_size: int) -> list[TensorSpec]:
+    (rows, columns), prefix = spec.shape, spec.name.removesuffix("weight")
+    return [
+        TensorSpec(spec.name, "I8", (rows // 2, columns)),
+        TensorSpec(f"{prefix}weights_scaling_factor", "F32", (rows, columns // group_size)),
+        TensorSpec(f"{prefix}prequant_scaling_factor", spec.dtype, (columns,)),
+    ]
+
+
+def _quantize(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:
+    q, scale = round_groups(weight, group_size)
+    ones = weight.new_ones(weight.shape[1])
+    return {"weight": pack_rows(q), "weights_scaling_factor": scale, "prequant_scaling_factor": ones}
+
+
+def _levels(tensors: Tensors) -> Levels:
+    prequant = tensors["prequant_scaling_factor"].float()
+    return Levels(unpack_rows(tensors["weight"]), tensors["weights_scaling_factor"], None if bool((prequant == 1).all()) else prequant, 4)
+
+
+def _settings(group_size: int) -> dict[str, Any]:
+    return {"group_size": group_size, "has_zero_point": False, "pre_quant_scale": True, "exclude_modules": ["lm_head"]}
+
+
+INT4_AWQ = QuantScheme("int4_awq", "W4A16_AWQ", 4, True, _plan, _quantize, _levels, _settings)

@@ -1,0 +1,58 @@
+"""What a quantization scheme is: what it stores on disk, and the integers and scales an engine multiplies with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specbuild.tensorfile import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = Mapping[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A linear layer as integers: W[o, i] = q[o, i] * scale[o, i // group] * prequant[i]; y = (x * prequant) @ (q * scale).T."""
+
+    q: torch.Tensor  # int8 (out, in)
+    scale: torch.Tensor  # float32 (out, groups); one group = one scale per output row
+    prequant: torch.Tensor | None  # float32 (in,); None = ones
+    bits: int
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """A scheme, by its upstream qformat name. `suffixes` of a linear layer's tensors replace `weight`.
+
+    plan(spec, group_size): the tensors stored for a linear weight. quantize(weight, group_size): those tensors.
+    levels(tensors): the same as integers and scales, or None when the weight stays as it is.
+    """
+
+    name: str
+    quant_algo: str | None
+    bits: int
+    grouped: bool
+    plan: Callable[[TensorSpec, int], list[TensorSpec]]
+    quantize: Callable[[torch.Tensor, int], dict[str, torch.Tensor]]
+    levels: Callable[[Tensors], Levels | None]
+    settings: Callable[[int], dict[str, Any]]  # further keys of config.json's `quantization`
+    needs_calibration: bool = False
+
+
+def keep_weight(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:  # noqa: ARG001
+    """Store the weight as it is."""
+    return {"weight": weight}
+
+
+def keep_spec(spec: TensorSpec, group_size: int) -> list[TensorSpec]:  # noqa: ARG001
+    """Plan the weight as it is."""
+    return [spec]
+
+
+def no_settings(group_size: int) -> dict[str, Any]:  # noqa: ARG001
+    """Add nothing to `quantization`: upstream's defaults exclude lm_head and the embedding."""
+    return {}
