@@ -32,8 +32,16 @@ SKIPPED = {"site-packages", "dist-packages", "lib2to3", "test", "tests", "idle_t
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 CONTEXT = 1024
 VOCAB = 2048
-SHARED = {"vocab_size": VOCAB, "head_dim": 64, "max_position_embeddings": CONTEXT, "rope_theta": 10000.0,
-          "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+SHARED = {
+    "vocab_size": VOCAB,
+    "head_dim": 64,
+    "max_position_embeddings": CONTEXT,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
 TARGET = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2}
 DRAFT = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -62,16 +70,26 @@ def load_functions(held_out: bool) -> list[str]:
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE that starts every text with the beginning token."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(pattern=" {4}", behavior="isolated"),  # indentation stays one token wide
-        pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern=" {4}", behavior="isolated"),  # indentation stays one token wide
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[BOS, EOS, PAD], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=[BOS, EOS, PAD], show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD,
-                                   model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
@@ -93,8 +111,9 @@ def optimize(model: LlamaForCausalLM, loss_of: Callable[[], torch.Tensor], steps
     """Minimize with AdamW: linear warm-up, then a cosine down to 2 % of the peak rate."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-                                  lr=peak, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=peak, betas=(0.9, 0.95), fused=True
+    )
     smooth = None
     for step in range(1, steps + 1):
         rate = peak * min(1.0, step / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
@@ -119,8 +138,10 @@ def measure_loss(model: LlamaForCausalLM, row: torch.Tensor) -> float:
     """Return the mean cross-entropy, in nats per token, on consecutive windows of the held-out row."""
     windows = row[: (len(row) - 1) // 512 * 512 + 1]
     with torch.no_grad():
-        losses = [F.cross_entropy(logits_of(model, windows[None, i : i + 512])[0], windows[i + 1 : i + 513])
-                  for i in range(0, min(len(windows) - 1, 512 * 100), 512)]
+        losses = [
+            F.cross_entropy(logits_of(model, windows[None, i : i + 512])[0], windows[i + 1 : i + 513])
+            for i in range(0, min(len(windows) - 1, 512 * 100), 512)
+        ]
     return float(torch.stack(losses).mean())
 
 
@@ -129,8 +150,17 @@ def sample_from_target(target: LlamaForCausalLM, row: torch.Tensor, batches: int
     rows = []
     prompts = sample_batches(row, 128, 64, rng)
     for i in range(batches):
-        rows.append(target.generate(next(prompts)[:, :65], attention_mask=torch.ones(128, 65, dtype=torch.long), min_new_tokens=128,
-                                    max_new_tokens=128, do_sample=bool(i % 2), temperature=0.7 if i % 2 else None, top_k=0 if i % 2 else None))
+        rows.append(
+            target.generate(
+                next(prompts)[:, :65],
+                attention_mask=torch.ones(128, 65, dtype=torch.long),
+                min_new_tokens=128,
+                max_new_tokens=128,
+                do_sample=bool(i % 2),
+                temperature=0.7 if i % 2 else None,
+                top_k=0 if i % 2 else None,
+            )
+        )
         print(f"sampled {i + 1}/{batches}", file=sys.stderr, flush=True)
     return torch.cat(rows)
 
@@ -154,10 +184,8 @@ def distill_draft(target: LlamaForCausalLM, row: torch.Tensor, steps: int, rng: 
     corpus, turn = sample_batches(row, 8, 512, rng), iter(range(10**9))
 
     def loss() -> torch.Tensor:
-        if next(turn) % 2:
-            ids = next(corpus)[:, :-1]
-        else:
-            ids = own[torch.tensor([rng.randrange(len(own)) for _ in range(24)])]
+        on_corpus = next(turn) % 2
+        ids = next(corpus)[:, :-1] if on_corpus else own[torch.tensor([rng.randrange(len(own)) for _ in range(24)])]
         with torch.no_grad():
             teacher = torch.log_softmax(logits_of(target, ids), -1)
         student = torch.log_softmax(logits_of(draft, ids), -1)
@@ -191,11 +219,28 @@ def main() -> None:
     target = target.float()
     draft = distill_draft(target, row, args.draft_steps, rng)
     write_model(draft, tokenizer, args.out / "draft")
-    note = {"corpus": f"functions of the Python {platform.python_version()} standard library, tests left out", "corpus_licence": "PSF-2.0",
-            "train_tokens": len(row), "held_out_tokens": len(held_row), "seed": args.seed, "torch": torch.__version__,
-            "steps": {"target": args.target_steps, "draft": args.draft_steps}, "tokens_per_step": 8 * 512,
-            "held_out_loss_nats_per_token": {"target": round(measure_loss(target, held_row), 4), "draft": round(measure_loss(draft.float(), held_row), 4)},
-            "command": f"python scripts/train_demo_pair.py --target-steps {args.target_steps} --draft-steps {args.draft_steps} --seed {args.seed}"}
+    note = {
+        "corpus": f"functions of the Python {platform.python_version()} standard library, tests left out",
+        "corpus_licence": "PSF-2.0",
+        "train_tokens": len(row),
+        "held_out_tokens": len(held_row),
+        "seed": args.seed,
+        "torch": torch.__version__,
+        "steps": {"target": args.target_steps, "draft": args.draft_steps},
+        "tokens_per_step": 8 * 512,
+        "held_out_loss_nats_per_token": {
+            "target": round(measure_loss(target, held_row), 4),
+            "draft": round(measure_loss(draft.float(), held_row), 4),
+        },
+        "command": " ".join(
+            [
+                "python scripts/train_demo_pair.py",
+                f"--target-steps {args.target_steps}",
+                f"--draft-steps {args.draft_steps}",
+                f"--seed {args.seed}",
+            ]
+        ),
+    }
     (args.out / "training.json").write_text(json.dumps(note, indent=2) + "\n")
     print(json.dumps(note, indent=2))
 

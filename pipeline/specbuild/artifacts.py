@@ -56,7 +56,10 @@ def _fetch_from_hub(model: ModelConfig, local: Path, weights: bool) -> Path:
         reason = "not in the local hub cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)"
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
-    raise ConfigError(f"Cannot find model {model.model}: {local} is not a directory, and as a hub id it is {reason}. Give a directory, or fetch it once online.")
+    raise ConfigError(
+        f"Cannot find model {model.model}: {local} is not a directory, and as a hub id it is {reason}. Give a "
+        "directory, or fetch it once online."
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,9 @@ class HFCheckpoint:
         if (directory / INDEX).exists():
             for name, file in load_json(directory / INDEX)["weight_map"].items():
                 if name not in headers[file]:
-                    raise CheckpointError(f"Cannot open {directory}: {INDEX} promises tensor {name} in {file}, which does not hold it. Fetch the model again.")
+                    raise CheckpointError(
+                        f"Cannot open {directory}: {INDEX} promises tensor {name} in {file}, which does not hold it. Fetch the model again."
+                    )
         return cls(directory, config, entries)
 
     @property
@@ -129,7 +134,9 @@ class TllmCheckpoint:
         checkpoint = cls(directory, config, shape_from_tllm(config))
         for path in checkpoint.rank_files:
             if not path.exists():
-                raise CheckpointError(f"Cannot open {directory}: {path.name} is missing for world size {len(checkpoint.rank_files)}. Convert again.")
+                raise CheckpointError(
+                    f"Cannot open {directory}: {path.name} is missing for world size {len(checkpoint.rank_files)}. Convert again."
+                )
         return checkpoint
 
     @property

@@ -69,14 +69,20 @@ def check_pair(config: PairConfig) -> PairReport:
 
 def check_names(config: PairConfig) -> None:
     """Raise ConfigError for a rule, drafter, compiler or scheme that no table has."""
-    tables = (("acceptance", config.speculation.acceptance, RULES), ("drafter", config.speculation.drafter, DRAFTERS), ("compiler", config.build.compiler, COMPILERS))
+    tables = (
+        ("acceptance", config.speculation.acceptance, RULES),
+        ("drafter", config.speculation.drafter, DRAFTERS),
+        ("compiler", config.build.compiler, COMPILERS),
+    )
     for what, name, table in tables:
         if name not in table:
             raise ConfigError(f"Cannot use {what} {name!r}: expected one of {', '.join(table)}.")
     for role in ROLES:
         find_scheme(config.model_of(role).quantize.scheme)
     if config.speculation.draft_len > config.max_draft_len:
-        raise ConfigError(f"Cannot draft {config.speculation.draft_len} tokens with max_draft_len {config.max_draft_len}. Raise build.max_draft_len.")
+        raise ConfigError(
+            f"Cannot draft {config.speculation.draft_len} tokens with max_draft_len {config.max_draft_len}. Raise build.max_draft_len."
+        )
 
 
 def check_model(config: PairConfig, role: Role) -> ModelReport:
@@ -96,7 +102,10 @@ def check_model(config: PairConfig, role: Role) -> ModelReport:
         check_tensors(HFCheckpoint.open(directory), family, list(place_tensors(family, shape, model.pp)), shape)
     entries = load_tokenizer(directory).get_vocab_size()
     if entries > shape.vocab:
-        raise ConfigError(f"Cannot use {model.model}: its tokenizer has {entries} tokens, its model only {shape.vocab} rows. Use the tokenizer it was trained with.")
+        raise ConfigError(
+            f"Cannot use {model.model}: its tokenizer has {entries} tokens, its model only {shape.vocab} rows. Use the "
+            "tokenizer it was trained with."
+        )
     return ModelReport(
         str(directory), shape.architecture, count_parameters(shape), model.dtype, scheme.name, f"tp {model.tp}, pp {model.pp}",
         shape.max_positions, shape.vocab, entries, find_end_ids(directory), seen,
@@ -106,13 +115,19 @@ def check_model(config: PairConfig, role: Role) -> ModelReport:
 def check_context(config: PairConfig, role: Role, shape: ModelShape) -> None:
     """Raise ConfigError when the target cannot hold max_seq_len; a draft that cannot is only a warning."""
     if role == "target" and config.build.max_seq_len > shape.max_positions:
-        raise ConfigError(f"Cannot build for max_seq_len {config.build.max_seq_len}: the target has {shape.max_positions} positions. Use max_seq_len {shape.max_positions} or less.")
+        raise ConfigError(
+            f"Cannot build for max_seq_len {config.build.max_seq_len}: the target has {shape.max_positions} positions. Use "
+            f"max_seq_len {shape.max_positions} or less."
+        )
 
 
 def check_vocabularies(config: PairConfig) -> None:
     """Raise ConfigError at the first id whose token differs; padded model vocabularies do not matter."""
     target, draft = (
-        {index: token for token, index in load_tokenizer(find_model_dir(config.model_of(role), config.path, weights=False)).get_vocab().items()}
+        {
+            index: token
+            for token, index in load_tokenizer(find_model_dir(config.model_of(role), config.path, weights=False)).get_vocab().items()
+        }
         for role in ROLES
     )
     different = sorted(index for index in target.keys() | draft.keys() if target.get(index) != draft.get(index))

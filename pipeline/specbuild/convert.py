@@ -75,7 +75,8 @@ def write_checkpoint(source: HFCheckpoint, model: ModelConfig, out: Path, label:
 def tllm_config(shape: ModelShape, model: ModelConfig) -> dict[str, Any]:
     """Return the config.json of an unquantized TensorRT-LLM checkpoint."""
     return {
-        **shape_to_tllm(shape), "dtype": model.dtype, "logits_dtype": "float32", "use_parallel_embedding": False, "embedding_sharding_dim": 0,
+        **shape_to_tllm(shape), "dtype": model.dtype, "logits_dtype": "float32",
+        "use_parallel_embedding": False, "embedding_sharding_dim": 0,
         "mapping": {"world_size": model.tp * model.pp, "tp_size": model.tp, "pp_size": model.pp},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
     }  # fmt: skip
@@ -86,14 +87,19 @@ def check_parallel(shape: ModelShape, model: ModelConfig) -> None:
     tp, pp = model.tp, model.pp
     for what, size in (("attention heads", shape.heads), ("MLP columns", shape.intermediate)):
         if size % tp:
-            raise CheckpointError(f"Cannot split {model.model} for tp={tp}: {size} {what} are not a multiple of {tp}. Use a tp that divides {size}.")
+            raise CheckpointError(
+                f"Cannot split {model.model} for tp={tp}: {size} {what} are not a multiple of {tp}. Use a tp that divides {size}."
+            )
     if shape.kv_heads % tp and tp % shape.kv_heads:
         raise CheckpointError(
             f"Cannot split {model.model} for tp={tp}: {shape.kv_heads} key-value heads neither divide nor are divided by {tp}. "
             f"Use a tp that is a divisor or a multiple of {shape.kv_heads}."
         )
     if shape.layers % pp:
-        raise CheckpointError(f"Cannot split {model.model} for pp={pp}: {shape.layers} layers are not a multiple of {pp}. Use a pp that divides {shape.layers}.")
+        raise CheckpointError(
+            f"Cannot split {model.model} for pp={pp}: {shape.layers} layers are not a multiple of {pp}. Use a pp that "
+            f"divides {shape.layers}."
+        )
 
 
 def place_tensors(family: Family, shape: ModelShape, pp: int) -> Iterator[Placed]:
@@ -116,7 +122,9 @@ def check_tensors(source: HFCheckpoint, family: Family, placed: list[Placed], sh
     """Raise CheckpointError for a missing, unexpected, misshapen or non-float tensor."""
     wanted = {name for item in placed for name in item.sources}
     if missing := sorted(wanted - source.entries.keys()):
-        raise CheckpointError(f"Cannot convert {source.directory}: {len(missing)} tensors are missing, first {missing[0]}. Fetch the model again.")
+        raise CheckpointError(
+            f"Cannot convert {source.directory}: {len(missing)} tensors are missing, first {missing[0]}. Fetch the model again."
+        )
     ignored = ("lm_head.weight", *family.ignored) if shape.tied else family.ignored
     extra = sorted(name for name in source.entries.keys() - wanted if not name.endswith(ignored))
     if extra:
@@ -128,10 +136,14 @@ def check_tensors(source: HFCheckpoint, family: Family, placed: list[Placed], sh
         expected = expected_shape(item.name, shape)
         found = joined_shape(source, item)
         if found != expected:
-            raise CheckpointError(f"Cannot convert {source.directory}: {' + '.join(item.sources)} is {found}, expected {expected} by config.json.")
+            raise CheckpointError(
+                f"Cannot convert {source.directory}: {' + '.join(item.sources)} is {found}, expected {expected} by config.json."
+            )
         for name in item.sources:
             if source.entries[name].dtype not in FLOATS:
-                raise CheckpointError(f"Cannot convert {source.directory}: {name} is {source.entries[name].dtype}, expected one of {', '.join(FLOATS)}.")
+                raise CheckpointError(
+                    f"Cannot convert {source.directory}: {name} is {source.entries[name].dtype}, expected one of {', '.join(FLOATS)}."
+                )
 
 
 def expected_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
@@ -158,7 +170,9 @@ def load_parts(source: HFCheckpoint, item: Placed, dtype: str) -> list[torch.Ten
         part = source.entries[name].load().to(torch_dtype(DTYPE_NAMES[dtype]))
         if not bool(part.isfinite().all()):
             row = int((~part.isfinite()).reshape(part.shape[0], -1).any(dim=1).nonzero()[0])
-            raise CheckpointError(f"Cannot convert {name}: row {row} holds NaN or infinity as {dtype}. Fetch the model again, or use dtype float32.")
+            raise CheckpointError(
+                f"Cannot convert {name}: row {row} holds NaN or infinity as {dtype}. Fetch the model again, or use dtype float32."
+            )
         parts.append(part)
     return parts
 

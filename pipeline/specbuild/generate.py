@@ -32,17 +32,22 @@ class Answer:
 
 def run_generate(
     pair: Pair, prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int, draft_len: int | None = None,
-    stop: Sequence[str] = (), on_text: Callable[[str], None] = lambda text: None,
+    stop: Sequence[str] = (), on_text: Callable[[str], None] | None = None,
 ) -> Answer:  # fmt: skip
     """Generate one answer, giving its text to `on_text` as it comes."""
     start = time.perf_counter()
-    stats, pieces, ids, first, reason = SpecStats(), [], [], 0.0, "length"
+    stats, first, reason = SpecStats(), 0.0, "length"
+    pieces: list[str] = []
+    ids: list[int] = []
     for step in pair.generate(prompt_ids, sampling, max_tokens, draft_len, stop):
         first = first or time.perf_counter() - start
         stats.add(step)
         pieces.append(step.text)
         ids += step.tokens
         reason = step.finish_reason or reason
-        on_text(step.text)
+        if on_text is not None:
+            on_text(step.text)
     seconds = time.perf_counter() - start
-    return Answer("".join(pieces), tuple(ids), tuple(prompt_ids), reason, stats.rounds, stats.drafted, stats.accepted, len(ids) / seconds, first)
+    return Answer(
+        "".join(pieces), tuple(ids), tuple(prompt_ids), reason, stats.rounds, stats.drafted, stats.accepted, len(ids) / seconds, first
+    )

@@ -19,7 +19,7 @@ def run_package(config: PairConfig, force: bool = False) -> bool:
     engines = {role: Engine.open(config.dir_of(role, "engine")) for role in ROLES}
     tokenizer_dir = find_model_dir(config.target, config.path, weights=False)
     serving = make_serving(config, engines["target"], engines["draft"], tokenizer_dir)
-    inputs = {role: digest_artifact(engine.directory) for role, engine in engines.items()}
+    inputs: dict[str, str] = {role: digest_artifact(engine.directory) for role, engine in engines.items()}
     inputs["tokenizer"] = digest_files([tokenizer_dir / "tokenizer.json"])
     inputs["templates"] = digest_files(find_templates().rglob("*.py"))
     parameters = {name: value for name, value in vars(serving).items() if not isinstance(value, Path)}
@@ -36,7 +36,8 @@ def make_serving(config: PairConfig, target: Engine, draft: Engine, tokenizer_di
     """Return what the repository holds; one batch size and one context for all its models, the smaller of the engines'."""
     if config.speculation.draft_len > target.max_draft_len:
         raise EngineError(
-            f"Cannot package draft_len {config.speculation.draft_len}: the target engine was built for at most {target.max_draft_len}. Run `specbuild build` again."
+            f"Cannot package draft_len {config.speculation.draft_len}: the target engine was built for at most "
+            f"{target.max_draft_len}. Run `specbuild build` again."
         )
     end_ids = find_end_ids(tokenizer_dir)
     pad_id = load_json(tokenizer_dir / "config.json").get("pad_token_id")

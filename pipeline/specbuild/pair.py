@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -32,17 +32,24 @@ class Pair:
     draft_len: int
     max_draft_len: int
 
-    def steps(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, draft_len: int | None = None, drafter: Drafter | None = None) -> Iterator[Step]:
+    def steps(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, draft_len: int | None = None, drafter: Drafter | None = None
+    ) -> Generator[Step, None, None]:
         """Return the rounds for a prompt; draft_len None = as packaged, 0 = plain decoding."""
         length = self.draft_len if draft_len is None else draft_len
         if not 0 <= length <= self.max_draft_len:
-            raise ConfigError(f"Cannot draft {length} tokens: the target engine was built for 0 to {self.max_draft_len}. Raise speculation.draft_len and build again.")
+            raise ConfigError(
+                f"Cannot draft {length} tokens: the target engine was built for 0 to {self.max_draft_len}. Raise "
+                "speculation.draft_len and build again."
+            )
         return speculate(
             drafter or self.drafter, ModelVerifier(self.target, self.rule), prompt, sampling=sampling, max_tokens=max_tokens,
             draft_len=length, context=self.target.max_seq_len, draft_context=self.draft.max_seq_len,
         )  # fmt: skip
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, draft_len: int | None = None, stop: Sequence[str] = ()) -> Iterator[TextStep]:
+    def generate(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, draft_len: int | None = None, stop: Sequence[str] = ()
+    ) -> Generator[TextStep, None, None]:
         """Return the rounds for a prompt, with their text."""
         return generate_text(self.steps(prompt, sampling, max_tokens, draft_len), TextStream(self.tokenizer, prompt, stop))
 
@@ -61,7 +68,10 @@ def open_pair(config: PairConfig, slots: int = 1) -> Pair:
     target, draft = (find_compiler(engines[role].compiler).open_runner(engines[role].directory, slots, 0, vocab) for role in ROLES)
     max_draft_len = engines["target"].max_draft_len
     if config.speculation.draft_len > max_draft_len:
-        raise EngineError(f"Cannot draft {config.speculation.draft_len} tokens: the target engine was built for {max_draft_len}. Run `specbuild build` again.")
+        raise EngineError(
+            f"Cannot draft {config.speculation.draft_len} tokens: the target engine was built for {max_draft_len}. Run "
+            "`specbuild build` again."
+        )
     drafter = DRAFTERS[config.speculation.drafter](draft)
     end_ids = frozenset(find_end_ids(directory))
     return Pair(target, draft, drafter, tokenizer, end_ids, config.speculation.acceptance, config.speculation.draft_len, max_draft_len)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tqdm import tqdm
-
 import click
+from tqdm import tqdm
 
 
 def log(message: str) -> None:

@@ -23,7 +23,11 @@ def run_quantize(config: PairConfig, role: Role, force: bool = False) -> bool:
     settings = config.model_of(role).quantize
     scheme = find_scheme(settings.scheme)
     source = TllmCheckpoint.open(config.dir_of(role, "checkpoint"))
-    parameters = {"scheme": scheme.name, "calibration": settings.calibration, **({"group_size": settings.group_size} if scheme.grouped else {})}
+    parameters = {
+        "scheme": scheme.name,
+        "calibration": settings.calibration,
+        **({"group_size": settings.group_size} if scheme.grouped else {}),
+    }
     record = Record("quantize", parameters, {"checkpoint": digest_artifact(source.directory)}, ("torch",))
     made = make_artifact(config.dir_of(role, "quantized"), record, force, lambda out: write_quantized(source, scheme, settings, out, role))
     if made:
@@ -35,7 +39,11 @@ def describe(role: str, scheme: QuantScheme, settings: QuantizeConfig) -> str:
     """Return the line that says what was quantized, how, and what was left as it is."""
     if scheme.bits == 16:
         return f"{role}: full_prec, nothing quantized"
-    how = f"group {settings.group_size}, round to nearest (calibration: null, prequant scales of one)" if scheme.grouped else "one scale per output row, round to nearest"
+    how = (
+        f"group {settings.group_size}, round to nearest (calibration: null, prequant scales of one)"
+        if scheme.grouped
+        else "one scale per output row, round to nearest"
+    )
     return f"{role}: {scheme.name} ({scheme.quant_algo}), {how}; excluded: norms, vocab_embedding, lm_head"
 
 
@@ -54,11 +62,15 @@ def check_groups(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: in
         if scheme.grouped and columns % group_size:
             legal = [g for g in (128, 64, 32) if all(c % g == 0 for c in _rank_columns(shape, tp))]
             cure = f"Use group_size {' or '.join(map(str, legal))}" if legal else "Use scheme int8_wo"
+            cure += ", or tp=1" if tp > 1 else ""
             raise CheckpointError(
-                f"Cannot quantize layer 0 {part} for tp={tp}: {columns} input columns per rank are not a multiple of group_size {group_size}. {cure}{', or tp=1' if tp > 1 else ''}."
+                f"Cannot quantize layer 0 {part} for tp={tp}: {columns} input columns per rank are not a multiple of group_size "
+                f"{group_size}. {cure}."
             )
         if scheme.grouped and rows % 2:
-            raise CheckpointError(f"Cannot quantize layer 0 {part} for tp={tp}: {rows} output rows per rank cannot be packed in pairs. Use scheme int8_wo.")
+            raise CheckpointError(
+                f"Cannot quantize layer 0 {part} for tp={tp}: {rows} output rows per rank cannot be packed in pairs. Use scheme int8_wo."
+            )
 
 
 def _rank_columns(shape: ModelShape, tp: int) -> list[int]:

@@ -50,7 +50,9 @@ class TensorEntry(TensorSpec):
 
         raw = np.fromfile(self.path, dtype=np.uint8, count=self.nbytes, offset=self.offset)
         if raw.size != self.nbytes:
-            raise CheckpointError(f"Cannot read tensor {self.name} in {self.path}: it ends after {raw.size} of {self.nbytes} bytes. Fetch it again.")
+            raise CheckpointError(
+                f"Cannot read tensor {self.name} in {self.path}: it ends after {raw.size} of {self.nbytes} bytes. Fetch it again."
+            )
         return torch.from_numpy(raw).view(torch_dtype(self.dtype)).reshape(self.shape)
 
 
@@ -71,10 +73,14 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     with path.open("rb") as file:
         head = file.read(len(_LFS_MAGIC))
         if head == _LFS_MAGIC:
-            raise CheckpointError(f"Cannot read weights in {path}: it is a Git LFS pointer of {size} bytes, not the file. Run `git lfs pull` there.")
+            raise CheckpointError(
+                f"Cannot read weights in {path}: it is a Git LFS pointer of {size} bytes, not the file. Run `git lfs pull` there."
+            )
         length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else -1
         if not 0 <= length <= min(size - 8, _MAX_HEADER):
-            raise CheckpointError(f"Cannot read weights in {path}: its {size} bytes hold no whole safetensors header. Fetch the file again.")
+            raise CheckpointError(
+                f"Cannot read weights in {path}: its {size} bytes hold no whole safetensors header. Fetch the file again."
+            )
         file.seek(8)
         raw = file.read(length)
     try:
@@ -84,10 +90,14 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             for name, item in items.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"Cannot read weights in {path}: its header is not valid safetensors ({error}). Fetch the file again.") from None
+        raise CheckpointError(
+            f"Cannot read weights in {path}: its header is not valid safetensors ({error}). Fetch the file again."
+        ) from None
     end = 8 + length + max((item["data_offsets"][1] for item in items.values()), default=0)
     if size < end:
-        raise CheckpointError(f"Cannot read weights in {path}: it has {size} bytes but its header promises {end}. It is truncated; fetch it again.")
+        raise CheckpointError(
+            f"Cannot read weights in {path}: it has {size} bytes but its header promises {end}. It is truncated; fetch it again."
+        )
     return entries
 
 
@@ -119,7 +129,9 @@ class TensorWriter:
 
         spec, position = self._places.pop(name)
         if tensor.dtype != torch_dtype(spec.dtype) or tuple(tensor.shape) != spec.shape:
-            raise CheckpointError(f"Cannot write tensor {name}: it is {tensor.dtype} {tuple(tensor.shape)}, planned was {spec.dtype} {spec.shape}.")
+            raise CheckpointError(
+                f"Cannot write tensor {name}: it is {tensor.dtype} {tuple(tensor.shape)}, planned was {spec.dtype} {spec.shape}."
+            )
         self._file.seek(self._start + position)
         tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tofile(self._file)
 

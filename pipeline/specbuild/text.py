@@ -23,9 +23,7 @@ class TextStream:
     this keeps the character.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = (), skip_special: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = (), skip_special: bool = True) -> None:
         if "" in stop:
             raise ConfigError(f"Cannot stop at an empty string: got {list(stop)!r}, expected non-empty ones. Leave '' out.")
         self.text = ""

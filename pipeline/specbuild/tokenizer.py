@@ -12,7 +12,8 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
-            f"Cannot load the tokenizer of {directory}: no tokenizer.json. Save a fast tokenizer there (AutoTokenizer(...).save_pretrained)."
+            f"Cannot load the tokenizer of {directory}: no tokenizer.json. Save a fast tokenizer there "
+            "(AutoTokenizer(...).save_pretrained)."
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))

@@ -71,7 +71,9 @@ def load_prompts(path: Path | None) -> list[str]:
         lines = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
         prompts = [line if isinstance(line, str) else line["prompt"] for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"Cannot read prompts from {path}: {error}. Expected one JSON string, or object with `prompt`, per line.") from None
+        raise ConfigError(
+            f"Cannot read prompts from {path}: {error}. Expected one JSON string, or object with `prompt`, per line."
+        ) from None
     if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
         raise ConfigError(f"Cannot use prompts from {path}: expected at least one, none of them empty.")
     return prompts
@@ -97,13 +99,16 @@ def run_verify(pair: Pair, prompts: Sequence[str], max_tokens: int = 64, draft_l
     return _make_report(pair, len(prompts), max_tokens, stats, own, divergences)
 
 
-def _make_report(pair: Pair, prompts: int, max_tokens: int, stats: dict[int, SpecStats], own: SpecStats, divergences: list[Divergence]) -> Report:
+def _make_report(
+    pair: Pair, prompts: int, max_tokens: int, stats: dict[int, SpecStats], own: SpecStats, divergences: list[Divergence]
+) -> Report:
     wrong = {d.prompt for d in divergences if not d.near_tie}
     close = {d.prompt for d in divergences} - wrong
     packaged = stats.get(pair.draft_len) or next(reversed(stats.values()), SpecStats())
     return Report(
-        prompts, max_tokens, tuple(stats), prompts - len(wrong) - len(close), len(close), len(wrong), own.acceptance_rate,
-        packaged.acceptance_rate, {length: s.acceptance_rate for length, s in stats.items()}, packaged.tokens / max(1, packaged.rounds), tuple(divergences),
+        prompts, max_tokens, tuple(stats), prompts - len(wrong) - len(close), len(close), len(wrong),
+        own.acceptance_rate, packaged.acceptance_rate, {length: s.acceptance_rate for length, s in stats.items()},
+        packaged.tokens / max(1, packaged.rounds), tuple(divergences),
     )  # fmt: skip
 
 
@@ -142,19 +147,21 @@ def _logits_at(pair: Pair, tokens: list[int], width: int) -> np.ndarray[Any, Any
 
 def format_report(report: Report) -> str:
     """Return the report as text: one line per claim, then the divergences."""
+    by_length = ", ".join(f"{length}: {rate:.3f}" for length, rate in report.acceptance_by_draft_len.items())
     lines = [
         f"prompts                {report.prompts} of {report.max_tokens} tokens, draft_len {', '.join(map(str, report.draft_lens))}",
         f"identical              {report.identical}",
         f"near ties              {report.near_ties}",
         f"mismatches             {report.mismatches}",
         f"self-draft acceptance  {report.self_draft_acceptance:.4f}",
-        f"acceptance             {report.acceptance:.4f} ({', '.join(f'{k}: {rate:.3f}' for k, rate in report.acceptance_by_draft_len.items())})",
+        f"acceptance             {report.acceptance:.4f} ({by_length})",
         f"tokens per round       {report.tokens_per_round:.2f}",
     ]
     for d in report.divergences:
         kind = "near tie" if d.near_tie else "MISMATCH"
         lines.append(
-            f"{kind}: prompt {d.prompt}, draft_len {d.draft_len}, position {d.position}: plain {d.plain_id}, speculative {d.speculative_id}, "
+            f"{kind}: prompt {d.prompt}, draft_len {d.draft_len}, position {d.position}: plain {d.plain_id}, speculative "
+            f"{d.speculative_id}, "
             f"top-2 margin {d.top2_margin:.2e}, rounding {d.rounding:.2e}"
         )
     return "\n".join(lines)

@@ -57,9 +57,7 @@ def make_metaspace():
 
 
 BYTES, FALLBACK, META = make_byte_level(), make_byte_fallback(), make_metaspace()
-CASES = (
-    [(BYTES, t) for t in TEXTS] + [(FALLBACK, t) for t in TEXTS] + [(META, t) for t in ["hello world", " a b", "hello  hello"]]
-)
+CASES = [(BYTES, t) for t in TEXTS] + [(FALLBACK, t) for t in TEXTS] + [(META, t) for t in ["hello world", " a b", "hello  hello"]]
 PROMPTS = ["", "hello", "the sum", "日"]
 
 
@@ -124,6 +122,13 @@ def test_invalid_bytes_become_replacement_characters(tokenizer, data):
     ids = byte_ids(tokenizer, data)
     for block in (1, 2, 50):
         assert "".join(stream_text(TextStream(tokenizer, []), ids, block)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK])
+def test_no_more_is_held_back_than_one_unfinished_character(tokenizer):
+    stream = TextStream(tokenizer, [])
+    assert [stream.push(byte_ids(tokenizer, b"\xff")) for _ in range(6)] == ["", "", "", "\ufffd", "\ufffd", "\ufffd"]
+    assert stream.finish() == "\ufffd" * 3
 
 
 def test_an_invalid_byte_does_not_take_back_the_character_before_it():
@@ -229,9 +234,7 @@ def test_end_ids_are_counted_and_not_shown(k):
 
 
 @pytest.mark.parametrize("k", range(6))
-@pytest.mark.parametrize(
-    ("data", "limit", "text"), [(b"xxaab", 3, "xxa"), (b"x\xf0\x9f\x98\x80", 3, "x\ufffd"), (b"xab", 2, "xa")]
-)
+@pytest.mark.parametrize(("data", "limit", "text"), [(b"xxaab", 3, "xxa"), (b"x\xf0\x9f\x98\x80", 3, "x\ufffd"), (b"xab", 2, "xa")])
 def test_what_is_held_back_comes_with_the_last_step(k, data, limit, text):
     steps = Steps(byte_ids(BYTES, data), k, limit=limit).generate()
     out = list(generate_text(steps, TextStream(BYTES, [], ["ab"])))

@@ -6,7 +6,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from specbuild.compilers.ort_runner import open_runner
+from specbuild.compilers.ort_runner import OrtRunner
 from specbuild.triton.engine_cpu import EngineModel, answer
 
 
@@ -18,7 +18,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         engine_dir = Path(args["model_repository"]) / args["model_version"] / parameters["engine_dir"]
-        runner = open_runner(engine_dir, max_slots=config["max_batch_size"])
+        runner = OrtRunner(engine_dir, max_slots=config["max_batch_size"], vocab_size=int(parameters["vocab_size"]))
         self.model = EngineModel(runner, parameters["role"], parameters["rule"])
 
     def execute(self, requests: list[Any]) -> list[Any]:

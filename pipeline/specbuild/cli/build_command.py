@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from specbuild.build import run_build
 from specbuild.check import check_names
 from specbuild.cli.options import config_argument, force_option, only_option, roles_of
 from specbuild.config import Role, load_config
-from specbuild.build import run_build
 
 
 @click.command("build")

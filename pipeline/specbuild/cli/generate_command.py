@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -30,13 +31,13 @@ def command(
     text = read_prompt(prompt, prompt_file)
     pair = open_pair(load_config(config))
     sampling = Sampling(temperature, top_k, top_p, seed, pair.end_ids)
-    on_text = (lambda piece: None) if as_json else (lambda piece: click.echo(piece, nl=False))
+    on_text = None if as_json else partial(click.echo, nl=False)
     answer = run_generate(pair, encode_prompt(pair.tokenizer, text), sampling, max_tokens, draft_len, stop, on_text)
     if as_json:
         echo_json(answer.to_dict())
     else:
         click.echo()
         click.echo(
-            f"{answer.finish_reason} after {len(answer.token_ids)} tokens: {answer.rounds} rounds, {answer.accepted} of {answer.drafted} drafted "
-            f"tokens accepted, {answer.tokens_per_second:.0f} tokens/s", err=True,
+            f"{answer.finish_reason} after {len(answer.token_ids)} tokens: {answer.rounds} rounds, {answer.accepted} of {answer.drafted} "
+            f"drafted tokens accepted, {answer.tokens_per_second:.0f} tokens/s", err=True,
         )  # fmt: skip

@@ -20,19 +20,22 @@ only_option = click.option("--only", type=click.Choice(ROLES), help="Only this m
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 
 
+_GENERATION_OPTIONS = (
+    click.option("--prompt", help="The text to continue."),
+    click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin."),
+    click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
+    click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = greedy."),
+    click.option("--top-k", type=int, default=0, show_default=True, help="Sample from the k likeliest tokens; 0 = all."),
+    click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the likeliest tokens of this mass."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same answer."),
+    click.option("--draft-len", type=int, help="Tokens drafted per round; 0 = plain decoding.  [default: as packaged]"),
+    click.option("--stop", multiple=True, help="End the answer before this text; repeatable."),
+)
+
+
 def generation_options(function: F) -> F:
     """Add the options that `generate` and `call` share."""
-    for option in reversed((
-        click.option("--prompt", help="The text to continue."),
-        click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin."),
-        click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
-        click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = greedy."),
-        click.option("--top-k", type=int, default=0, show_default=True, help="Sample from the k likeliest tokens; 0 = all."),
-        click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the likeliest tokens that make up this mass."),
-        click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same answer."),
-        click.option("--draft-len", type=int, help="Tokens drafted per round; 0 = plain decoding.  [default: as packaged]"),
-        click.option("--stop", multiple=True, help="End the answer before this text; repeatable."),
-    )):  # fmt: skip
+    for option in reversed(_GENERATION_OPTIONS):
         function = option(function)
     return function
 

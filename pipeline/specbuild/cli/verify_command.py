@@ -14,9 +14,13 @@ from specbuild.verify import DRAFT_LENS, format_report, load_prompts, run_verify
 
 @click.command("verify")
 @config_argument
-@click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines, each a string or an object with `prompt`.  [default: 20 shipped ones]")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), help="JSON lines, each a string or an object with `prompt`.  [default: 20 shipped ones]"
+)
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens per answer.")
-@click.option("--draft-len", type=click.IntRange(1), multiple=True, help=f"Draft lengths; repeatable.  [default: {', '.join(map(str, DRAFT_LENS))}]")
+@click.option(
+    "--draft-len", type=click.IntRange(1), multiple=True, help=f"Draft lengths; repeatable.  [default: {', '.join(map(str, DRAFT_LENS))}]"
+)
 @json_option
 def command(config: Path, prompts: Path | None, max_tokens: int, draft_len: tuple[int, ...], as_json: bool) -> None:
     """Compare speculative with plain decoding, token by token, on a set of prompts. A mismatch exits with 1.

@@ -19,8 +19,7 @@ def pack_blocks(q: Array, scale: Array, bits: int, block: int) -> tuple[Array, A
     blocks = -(-columns // block)
     offset = np.full((rows, blocks * block), 1 << (bits - 1), np.uint8)
     offset[:, :columns] += q.view(np.uint8)  # wraps around, which is the two's complement sum wanted
-    if bits == 4:
-        offset = offset[:, 0::2] | (offset[:, 1::2] << 4)
+    packed: Array = offset if bits == 8 else offset[:, 0::2] | (offset[:, 1::2] << 4)
     per_group = -(-blocks // scale.shape[1])
     scales = np.repeat(scale, per_group, axis=1)[:, :blocks]
-    return offset.reshape(rows, blocks, -1), np.ascontiguousarray(scales, np.float32)
+    return packed.reshape(rows, blocks, -1), np.ascontiguousarray(scales, np.float32)

@@ -18,7 +18,7 @@ from specbuild.quant import QuantScheme
 from specbuild.shape import ModelShape
 from specbuild.tensorfile import TensorEntry
 
-OPSET = 24  # TensorScatter, and Attention over a cache of fixed capacity
+OPSET = 23  # RMSNormalization, RotaryEmbedding and Attention; the last that ONNX Runtime for Python 3.10 (1.23) knows
 CONTRIB = "com.microsoft"
 Array = np.ndarray[Any, Any]
 
@@ -26,20 +26,22 @@ Array = np.ndarray[Any, Any]
 class GraphBuilder:
     """Adds a decoder's nodes and streams its weights to weights.bin. Shapes: B sequences, S new tokens each, T cache capacity.
 
-    Inputs: input_ids (B, S) int64; positions (B, S) int64; write_at (B,) int64, where the new tokens go in the cache;
-    mask (B, 1, S, T) bool, what each new token may attend to; rows (B, R, 1) int64, the new tokens whose logits are wanted.
+    Inputs: input_ids (B, S) int64; positions (B, S) int64; cells (B, kv_heads, S, 3) int64, the (sequence, head, place)
+    of each new token in the cache; mask (B, 1, G * S, T) bool, what each new token may attend to, once per query head of a group; rows (B, R, 1) int64, the new tokens whose logits are wanted.
     Output: logits (B, R, vocab).
     """
 
-    def __init__(self, out: Path, shape: ModelShape, entries: Mapping[str, TensorEntry], scheme: QuantScheme, block: int, limits: Limits) -> None:
+    def __init__(
+        self, out: Path, shape: ModelShape, entries: Mapping[str, TensorEntry], scheme: QuantScheme, block: int, limits: Limits
+    ) -> None:
         self.out, self.shape, self.entries, self.scheme, self.block = out, shape, entries, scheme, block
         self.nodes: list[onnx.NodeProto] = []
         self.weights: dict[str, onnx.TensorProto] = {}
         self.inputs = [
             helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["B", "S"]),
             helper.make_tensor_value_info("positions", TensorProto.INT64, ["B", "S"]),
-            helper.make_tensor_value_info("write_at", TensorProto.INT64, ["B"]),
-            helper.make_tensor_value_info("mask", TensorProto.BOOL, ["B", 1, "S", "T"]),
+            helper.make_tensor_value_info("cells", TensorProto.INT64, ["B", shape.kv_heads, "S", 3]),
+            helper.make_tensor_value_info("mask", TensorProto.BOOL, ["B", 1, "GS", "T"]),
             helper.make_tensor_value_info("rows", TensorProto.INT64, ["B", "R", 1]),
         ]
         self.outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "R", shape.vocab])]
@@ -64,7 +66,9 @@ class GraphBuilder:
         if residual is None:
             return self._node("RMSNormalization", [x, scale], axis=-1, epsilon=epsilon), x
         outputs = [f"{prefix}.normed", "", "", f"{prefix}.residual"]
-        self.nodes.append(helper.make_node("SkipSimplifiedLayerNormalization", [x, residual, scale], outputs, domain=CONTRIB, epsilon=epsilon))
+        self.nodes.append(
+            helper.make_node("SkipSimplifiedLayerNormalization", [x, residual, scale], outputs, domain=CONTRIB, epsilon=epsilon)
+        )
         return outputs[0], outputs[3]
 
     def linear(self, prefix: str, x: str) -> str:
@@ -81,21 +85,26 @@ class GraphBuilder:
             packed, scale = pack_blocks(levels.q.numpy(), levels.scale.numpy(), levels.bits, self.block)
             inputs = [x, self._weight(f"{prefix}.packed", packed), self._weight(f"{prefix}.scale", scale)]
             rows, columns = levels.q.shape
-            x = self._node("MatMulNBits", inputs, domain=CONTRIB, K=columns, N=rows, bits=levels.bits, block_size=self.block, accuracy_level=4)
+            x = self._node(
+                "MatMulNBits", inputs, domain=CONTRIB, K=columns, N=rows, bits=levels.bits, block_size=self.block, accuracy_level=4
+            )
         return x if bias is None else self._node("Add", [x, self._weight(f"{prefix}.bias", bias.float().numpy())])
 
     def attention(self, layer: int, qkv: str) -> str:
         """Add rotary positions, the cache update in place, and attention: (B, S, rows) to (B, S, q_rows)."""
         shape = self.shape
-        sizes = self._weight("qkv_sizes", np.array([shape.q_rows, shape.kv_rows, shape.kv_rows], np.int64))
-        parts = self._node("Split", [qkv, sizes], outputs=3, axis=-1)
+        sizes = self._shape("qkv_sizes", (shape.q_rows, shape.kv_rows, shape.kv_rows))
+        parts = self._nodes("Split", [qkv, sizes], 3, axis=-1)
         heads = (shape.heads, shape.kv_heads, shape.kv_heads)
         query, key, value = (self._to_heads(part, count) for part, count in zip(parts, heads, strict=True))
         query, key = (self._node("RotaryEmbedding", [part, "rotary.cos", "rotary.sin", "positions"]) for part in (query, key))
         cached = [self._cache(f"{kind}_{layer}", new) for kind, new in (("key", key), ("value", value))]
-        attended = self._node("Attention", [query, *cached, "mask"], scale=shape.head_dim**-0.5)
-        flat = self._node("Transpose", [attended], perm=[0, 2, 1, 3])
-        return self._node("Reshape", [flat, self._weight("joined_heads", np.array([0, 0, shape.q_rows], np.int64))])
+        # Query heads that share a key-value head become rows of one product: G = heads / kv_heads times S rows.
+        grouped = self._node("Reshape", [query, self._shape("grouped_heads", (0, shape.kv_heads, -1, shape.head_dim))])
+        attended = self._node("Attention", [grouped, *cached, "mask"], scale=shape.head_dim**-0.5)
+        heads_out = self._node("Reshape", [attended, self._shape("ungrouped_heads", (0, shape.heads, -1, shape.head_dim))])
+        flat = self._node("Transpose", [heads_out], perm=[0, 2, 1, 3])
+        return self._node("Reshape", [flat, self._shape("joined_heads", (0, 0, shape.q_rows))])
 
     def silu_product(self, gate: str, up: str) -> str:
         """Add silu(gate) * up."""
@@ -115,15 +124,15 @@ class GraphBuilder:
         onnx.save_model(model, self.out / "model.onnx")
 
     def _to_heads(self, x: str, count: int) -> str:
-        split = self._weight(f"split_heads_{count}", np.array([0, 0, count, self.shape.head_dim], np.int64))
+        split = self._shape(f"split_heads_{count}", (0, 0, count, self.shape.head_dim))
         return self._node("Transpose", [self._node("Reshape", [x, split])], perm=[0, 2, 1, 3])
 
     def _cache(self, name: str, new: str) -> str:
-        """Add a cache input and output; the new rows are written at write_at."""
+        """Add a cache input and output; the new rows are written into their cells."""
         dims = ["B", self.shape.kv_heads, "T", self.shape.head_dim]
         self.inputs.append(helper.make_tensor_value_info(f"past_{name}", TensorProto.FLOAT, dims))
         self.outputs.append(helper.make_tensor_value_info(f"present_{name}", TensorProto.FLOAT, dims))
-        self.nodes.append(helper.make_node("TensorScatter", [f"past_{name}", new, "write_at"], [f"present_{name}"], axis=2, mode="linear"))
+        self.nodes.append(helper.make_node("ScatterND", [f"past_{name}", "cells", new], [f"present_{name}"]))
         return f"present_{name}"
 
     def _add_rotary_tables(self, positions: int) -> None:
@@ -131,6 +140,9 @@ class GraphBuilder:
         angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies
         self._weight("rotary.cos", np.cos(angles).astype(np.float32))
         self._weight("rotary.sin", np.sin(angles).astype(np.float32))
+
+    def _shape(self, name: str, values: tuple[int, ...]) -> str:
+        return self._weight(name, np.array(values, np.int64))
 
     def _load(self, name: str) -> Array:
         array: Array = self.entries[name].load().float().numpy()
@@ -152,9 +164,12 @@ class GraphBuilder:
         self.weights[name] = tensor
         return name
 
-    def _node(self, op: str, inputs: list[str], outputs: int = 1, **attributes: Any) -> Any:
-        """Add a node; return its output's name, or the list of names when there are several."""
+    def _node(self, op: str, inputs: list[str], **attributes: Any) -> str:
+        """Add a node with one output; return its name."""
+        return self._nodes(op, inputs, 1, **attributes)[0]
+
+    def _nodes(self, op: str, inputs: list[str], outputs: int, **attributes: Any) -> list[str]:
         self._counter += 1
         names = [f"{op}_{self._counter}_{i}" for i in range(outputs)]
         self.nodes.append(helper.make_node(op, inputs, names, **attributes))
-        return names[0] if outputs == 1 else names
+        return names

@@ -18,6 +18,7 @@ Array = np.ndarray[Any, Any]
 FIRST_CAPACITY = 128  # positions a slot holds at first; doubled when a sequence needs more
 CHUNK = 256  # new tokens in one pass at most: attention scores grow with new tokens times capacity
 REWIND = 64  # a slot may lose this many tokens to a request (a rejected draft); more is copied to another slot
+SMALL = 32 << 20  # bytes of weights below which waking a second thread costs more than it saves
 
 
 @dataclass
@@ -53,7 +54,8 @@ class OrtRunner:
         self._last_position = engine.max_seq_len + engine.max_draft_len - 1  # padding beyond it has no rotary row
         self.tokens_computed = 0
         options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
+        small = (engine_dir / "weights.bin").stat().st_size < SMALL
+        options.intra_op_num_threads = threads or (1 if small else 0)
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # two engines share the cores
         try:
@@ -61,9 +63,12 @@ class OrtRunner:
         except Exception as error:  # noqa: BLE001  onnxruntime raises bare pybind exceptions
             raise EngineError(f"Cannot open engine {engine_dir}: {str(error).splitlines()[0]}. Build it again on this machine.") from None
         self._slots = [Slot() for _ in range(max_slots)]
+        # One row takes other kernels than several and rounds differently: two at least make every pass alike.
+        self._least = 2 if engine.config["specbuild"]["kernels"] == "width-independent" else 1
         self._clock = 0
         self._lock = threading.Lock()
         self._caches: dict[str, Array] = {}
+        self._capacity = 0
         self._bindings: dict[tuple[int, int], Any] = {}
         self._resize(FIRST_CAPACITY)
 
@@ -80,7 +85,10 @@ class OrtRunner:
         """Return each sequence's logits as `logits` would, sharing passes where lengths are alike."""
         for tokens, n in requests:
             if not 1 <= n <= len(tokens) or len(tokens) > self.max_seq_len:
-                raise EngineError(f"Cannot run {len(tokens)} tokens for {n} logits: expected 1 to {self.max_seq_len} tokens and at least as many as logits.")
+                raise EngineError(
+                    f"Cannot run {len(tokens)} tokens for {n} logits: expected 1 to {self.max_seq_len} tokens and at least as many "
+                    "as logits."
+                )
         results: list[Array] = []
         with self._lock:
             for i in range(0, len(requests), len(self._slots)):
@@ -125,8 +133,9 @@ class OrtRunner:
 
     def _pass(self, jobs: Sequence[Job]) -> list[Array]:
         """Run jobs of neighbouring slots in one pass; shorter ones are padded, and the padding is overwritten later."""
-        width = max(job.new for job in jobs)
-        wanted = max(job.wanted for job in jobs)
+        grouped = self.shape.heads > self.shape.kv_heads
+        width = max(1 if grouped else self._least, *(job.new for job in jobs))
+        wanted = max(self._least, *(job.wanted for job in jobs))
         self._resize(max(job.start for job in jobs) + width)
         ids = np.zeros((len(jobs), width), np.int64)
         rows = np.zeros((len(jobs), wanted, 1), np.int64)
@@ -135,7 +144,13 @@ class OrtRunner:
             rows[i, :, 0] = np.maximum(np.arange(job.new - wanted, job.new), 0)
         starts = np.array([job.start for job in jobs], np.int64)
         positions = starts[:, None] + np.arange(width)
-        inputs = {"input_ids": ids, "positions": np.minimum(positions, self._last_position), "write_at": starts, "mask": self._mask(positions), "rows": rows}
+        inputs = {
+            "input_ids": ids,
+            "positions": np.minimum(positions, self._last_position),
+            "cells": self._cells(positions),
+            "mask": self._mask(positions),
+            "rows": rows,
+        }
         binding = self._bind(jobs[0].slot, jobs[-1].slot + 1)
         for name, value in inputs.items():
             binding.bind_cpu_input(name, value)
@@ -147,13 +162,21 @@ class OrtRunner:
         self.tokens_computed += sum(job.new for job in jobs)
         return [logits[i, wanted - job.wanted :, : self.vocab_size] for i, job in enumerate(jobs)]
 
+    def _cells(self, positions: Array) -> Array:
+        """Return (B, kv_heads, S, 3): where each new token's keys and values go."""
+        cells = np.empty((len(positions), self.shape.kv_heads, positions.shape[1], 3), np.int64)
+        cells[..., 0] = np.arange(len(positions))[:, None, None]
+        cells[..., 1] = np.arange(self.shape.kv_heads)[None, :, None]
+        cells[..., 2] = positions[:, None, :]
+        return cells
+
     def _mask(self, positions: Array) -> Array:
-        """Return (B, 1, S, T) bool: each new token sees itself and what came before, within the window."""
+        """Return (B, 1, G * S, T) bool: each new token sees itself and what came before, within the window."""
         columns = np.arange(self._capacity)
         mask: Array = columns <= positions[:, :, None]
         if self.shape.window is not None:
             mask &= columns > positions[:, :, None] - self.shape.window
-        return mask[:, None]
+        return np.tile(mask, (1, self.shape.heads // self.shape.kv_heads, 1))[:, None]
 
     def _resize(self, needed: int) -> None:
         """Make every cache hold `needed` positions, doubling; what is cached is kept."""

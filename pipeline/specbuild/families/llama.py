@@ -21,7 +21,9 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     name = config["architectures"][0]
     for key, allowed in _IGNORED_CONFIG_VALUES.items():
         if config.get(key, allowed[0]) not in allowed:
-            raise CheckpointError(f"Cannot convert {name}: {key} is {config[key]!r}, expected {allowed[0]!r}. This version does not support it.")
+            raise CheckpointError(
+                f"Cannot convert {name}: {key} is {config[key]!r}, expected {allowed[0]!r}. This version does not support it."
+            )
     try:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         shape = ModelShape(
@@ -34,7 +36,9 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     except KeyError as error:
         raise CheckpointError(f"Cannot convert {name}: config.json has no {error.args[0]}. Fetch the model's own config.json.") from None
     if shape.heads % shape.kv_heads:
-        raise CheckpointError(f"Cannot convert {name}: {shape.heads} attention heads are not a multiple of {shape.kv_heads} key-value heads.")
+        raise CheckpointError(
+            f"Cannot convert {name}: {shape.heads} attention heads are not a multiple of {shape.kv_heads} key-value heads."
+        )
     return shape
 
 
@@ -43,7 +47,9 @@ def read_rope_theta(name: str, config: Mapping[str, Any]) -> float:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default" or rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise CheckpointError(f"Cannot convert {name}: rotary scaling {kind!r} ({dict(rope)}) is not supported in this version, only plain rotary positions.")
+        raise CheckpointError(
+            f"Cannot convert {name}: rotary scaling {kind!r} ({dict(rope)}) is not supported in this version, only plain rotary positions."
+        )
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
 
 

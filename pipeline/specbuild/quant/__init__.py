@@ -23,4 +23,6 @@ def scheme_of_algo(quant_algo: str | None) -> QuantScheme:
     for scheme in SCHEMES.values():
         if scheme.quant_algo == quant_algo:
             return scheme
-    raise CheckpointError(f"Cannot read quant_algo {quant_algo!r}: expected one of {', '.join(str(s.quant_algo) for s in SCHEMES.values())}.")
+    raise CheckpointError(
+        f"Cannot read quant_algo {quant_algo!r}: expected one of {', '.join(str(s.quant_algo) for s in SCHEMES.values())}."
+    )

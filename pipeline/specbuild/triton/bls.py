@@ -25,9 +25,7 @@ class EngineClient:
     model_name: str
     request_id: str
 
-    def call(
-        self, tokens: Sequence[int], new_tokens: int, sampling: Sampling, **more: Any
-    ) -> tuple[list[int], NDArray[np.float32] | None]:
+    def call(self, tokens: Sequence[int], new_tokens: int, sampling: Sampling, **more: Any) -> tuple[list[int], NDArray[np.float32] | None]:
         """Ask for new ids, and for the logits (n, V) if `return_generation_logits`; raises ServingError with the engine's own line."""
         values = {
             "input_ids": tokens,
@@ -114,9 +112,7 @@ def read_verified(ids: Sequence[int], draft: Draft, sampling: Sampling, limit: i
     if n > len(draft.tokens) or tuple(ids) != draft.tokens[:n]:
         return commit(draft, n - 1, ids[-1], sampling, limit)
     if end_id < 0:
-        raise ServingError(
-            f"The target returned {n} tokens for {len(draft.tokens)} drafted ones and no end id was set: expected one more."
-        )
+        raise ServingError(f"The target returned {n} tokens for {len(draft.tokens)} drafted ones and no end id was set: expected one more.")
     drafted_end = n < len(draft.tokens) and draft.tokens[n] == end_id
     return commit(draft, n + 1 if drafted_end else n, end_id, sampling, limit)
 

@@ -32,7 +32,8 @@ def _check_step(ensemble: ModelConfig, step: ModelConfig, model: ModelConfig, kn
         raise ServingError(f"Cannot serve {ensemble.name}: step {model.name!r} needs an input_map and an output_map.")
     if 0 < model.max_batch_size < ensemble.max_batch_size:
         raise ServingError(
-            f"Cannot serve {ensemble.name}: its max_batch_size {ensemble.max_batch_size} exceeds that of step {model.name!r}, {model.max_batch_size}."
+            f"Cannot serve {ensemble.name}: its max_batch_size {ensemble.max_batch_size} exceeds that of step "
+            f"{model.name!r}, {model.max_batch_size}."
         )
     inputs, outputs = _by_name(model.input), _by_name(model.output)
     for name, source in step.input_map.items():
@@ -41,15 +42,11 @@ def _check_step(ensemble: ModelConfig, step: ModelConfig, model: ModelConfig, kn
                 f"Cannot serve {ensemble.name}: step {model.name!r} has no input {name!r}. Expected one of {sorted(inputs)}."
             )
         if source not in known:
-            raise ServingError(
-                f"Cannot serve {ensemble.name}: {source!r}, read by step {model.name!r}, is written by no earlier step."
-            )
+            raise ServingError(f"Cannot serve {ensemble.name}: {source!r}, read by step {model.name!r}, is written by no earlier step.")
         _check_match(ensemble, inputs[name], known[source], batched=model.max_batch_size > 0)
     for name, tensor in inputs.items():
         if not tensor.optional and name not in step.input_map:
-            raise ServingError(
-                f"Cannot serve {ensemble.name}: step {model.name!r} needs input {name!r}, which its input_map lacks."
-            )
+            raise ServingError(f"Cannot serve {ensemble.name}: step {model.name!r} needs input {name!r}, which its input_map lacks.")
     for name, written in step.output_map.items():
         if name not in outputs:
             raise ServingError(
@@ -70,9 +67,7 @@ def _check_use(ensemble: ModelConfig, known: Mapping[str, ModelConfig]) -> None:
     reads = {source for step in steps for source in step.input_map.values()} | {output.name for output in ensemble.output}
     for name in known:
         if name not in reads:
-            raise ServingError(
-                f"Cannot serve {ensemble.name}: tensor {name!r} is used by nothing. Map it to a step, or remove it."
-            )
+            raise ServingError(f"Cannot serve {ensemble.name}: tensor {name!r} is used by nothing. Map it to a step, or remove it.")
     twice = [name for name, count in Counter(tensor.name for tensor in (*ensemble.input, *ensemble.output)).items() if count > 1]
     if twice:
         raise ServingError(f"Cannot serve {ensemble.name}: tensor {twice[0]!r} is listed twice. Expected once.")
@@ -82,14 +77,10 @@ def _check_match(ensemble: ModelConfig, left: ModelConfig, right: ModelConfig, *
     """Two ends of one tensor must agree in type and shape, where -1 agrees with anything."""
     if left.data_type != right.data_type:
         types = [DataType.Name(tensor.data_type) for tensor in (left, right)]
-        raise ServingError(
-            f"Cannot serve {ensemble.name}: tensor {left.name!r} is {types[0]} at one end and {types[1]} at the other."
-        )
+        raise ServingError(f"Cannot serve {ensemble.name}: tensor {left.name!r} is {types[0]} at one end and {types[1]} at the other.")
     dims = [list(left.dims), list(right.dims)]
     # An unbatched model declares the batch dimension that Triton adds elsewhere.
     if batched is False and ensemble.max_batch_size > 0:
         dims[1] = [-1, *dims[1]]
     if len(dims[0]) != len(dims[1]) or any(a != b and -1 not in (a, b) for a, b in zip(*dims, strict=True)):
-        raise ServingError(
-            f"Cannot serve {ensemble.name}: tensor {left.name!r} has dims {dims[0]} at one end and {dims[1]} at the other."
-        )
+        raise ServingError(f"Cannot serve {ensemble.name}: tensor {left.name!r} has dims {dims[0]} at one end and {dims[1]} at the other.")

@@ -98,9 +98,7 @@ def _check_ready(client: Any, url: str, model: str) -> None:
             f"Cannot reach Triton at {url}: {first_line(error)}. Start it with `specbuild serve CONFIG`, or give its address with --url."
         ) from error
     if not ready:
-        raise ServingError(
-            f"Cannot call {model} at {url}: that server does not serve it. Start it with `specbuild serve CONFIG`."
-        )
+        raise ServingError(f"Cannot call {model} at {url}: that server does not serve it. Start it with `specbuild serve CONFIG`.")
 
 
 def _send(client: Any, model: str, values: Mapping[str, Any], request_id: str) -> None:

@@ -48,15 +48,8 @@ class EngineRequest:
     exclude_input: bool
 
 
-@dataclass(frozen=True)
-class EngineAnswer:
-    """New tokens without the end id, and the logits (n, V) that they were drawn from."""
-
-    tokens: tuple[int, ...]
-    logits: Logits
-
-
-Job: TypeAlias = Generator[Pass, Logits, EngineAnswer]
+Job: TypeAlias = Generator[Pass, Logits, dict[str, Any]]
+"""A request on its way: asks for passes, gets their logits, returns its output values."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +62,17 @@ class EngineModel:
 
     def run(self, requests: Sequence[Mapping[str, NDArray[Any]]]) -> list[dict[str, Any] | SpecbuildError]:
         """Answer requests (name -> value with batch dimension) with output values, or with the error of that request alone."""
-        jobs: list[Job | SpecbuildError] = []
-        parsed: list[EngineRequest | None] = []
-        for values in requests:
-            try:
-                request = parse_request(values)
-                check_request(request, self.runner)
-                jobs.append(self._generate(request) if not request.draft.tokens else self._verify(request))
-                parsed.append(request)
-            except SpecbuildError as error:
-                jobs.append(error)
-                parsed.append(None)
-        answers = run_jobs(self.runner, jobs)
-        return [
-            a if isinstance(a, SpecbuildError) or r is None else make_values(r, a) for r, a in zip(parsed, answers, strict=True)
-        ]
+        jobs = [self._make_job(values) for values in requests]
+        return run_jobs(self.runner, jobs)
+
+    def _make_job(self, values: Mapping[str, NDArray[Any]]) -> Job | SpecbuildError:
+        """Begin one request, or say why not."""
+        try:
+            request = parse_request(values)
+            check_request(request, self.runner)
+        except SpecbuildError as error:
+            return error
+        return self._verify(request) if request.draft.tokens else self._generate(request)
 
     def _generate(self, request: EngineRequest) -> Job:
         """Draw token after token."""
@@ -95,9 +84,7 @@ class EngineModel:
                 break
             rows.append(logits)
             sequence.append(token)
-        return EngineAnswer(
-            tuple(sequence[len(request.tokens) :]), np.concatenate(rows) if rows else np.zeros((0, self.runner.vocab_size))
-        )
+        return make_values(request, sequence[len(request.tokens) :], rows)
 
     def _draw(self, logits: Logits, request: EngineRequest, position: int) -> int:
         """The token at `position`, with the random number that the loop in one process would use there."""
@@ -114,12 +101,12 @@ class EngineModel:
         accepted, token = accept(request.rule or self.rule, logits, draft, sampling, len(request.tokens))
         verified = commit(draft, accepted, token, sampling, request.new_tokens)
         tokens = verified.tokens[:-1] if verified.finish_reason == "stop" else verified.tokens
-        return EngineAnswer(tokens, logits[: len(tokens)])
+        return make_values(request, tokens, [logits[: len(tokens)]])
 
 
-def run_jobs(runner: Runner, jobs: Sequence[Job | SpecbuildError]) -> list[EngineAnswer | SpecbuildError]:
+def run_jobs(runner: Runner, jobs: Sequence[Job | SpecbuildError]) -> list[dict[str, Any] | SpecbuildError]:
     """Run jobs side by side, one shared pass for all that wait; an error takes the place of its job's answer."""
-    answers: dict[int, EngineAnswer | SpecbuildError] = {i: job for i, job in enumerate(jobs) if isinstance(job, SpecbuildError)}
+    answers: dict[int, dict[str, Any] | SpecbuildError] = {i: job for i, job in enumerate(jobs) if isinstance(job, SpecbuildError)}
     running = {i: job for i, job in enumerate(jobs) if not isinstance(job, SpecbuildError)}
     wanted = {i: next(job) for i, job in running.items()}
     while wanted:
@@ -159,9 +146,7 @@ def parse_request(values: Mapping[str, NDArray[Any]]) -> EngineRequest:
 def refuse_unsupported(values: Mapping[str, NDArray[Any]]) -> None:
     """Raise ServingError for a value that would change the answer but that this engine does not implement."""
     if "beam_width" in values and values["beam_width"].item() != 1:
-        raise ServingError(
-            f"Cannot run beam_width {values['beam_width'].item()}: speculation follows one beam. Send 1, or leave it out."
-        )
+        raise ServingError(f"Cannot run beam_width {values['beam_width'].item()}: speculation follows one beam. Send 1, or leave it out.")
     if read_flag(values, "streaming"):
         raise ServingError("Cannot stream from an engine: it answers once. Send streaming=false; the ensemble streams.")
 
@@ -180,9 +165,7 @@ def read_draft(values: Mapping[str, NDArray[Any]]) -> Draft:
         raise ServingError("Draft tokens must be specified when draft logits are given. Send draft_input_ids.")
     logits = values["draft_logits"].reshape(-1, values["draft_logits"].shape[-1])
     if len(logits) != len(tokens):
-        raise ServingError(
-            f"Cannot verify {len(tokens)} draft tokens with {len(logits)} rows of draft_logits: expected one row each."
-        )
+        raise ServingError(f"Cannot verify {len(tokens)} draft tokens with {len(logits)} rows of draft_logits: expected one row each.")
     return Draft(tokens, probs(logits, Sampling(temperature=1.0)))
 
 
@@ -202,13 +185,9 @@ def read_sampling(values: Mapping[str, NDArray[Any]]) -> Sampling:
 def check_request(request: EngineRequest, runner: Runner) -> None:
     """Raise before the pass what would otherwise fail every request that shares it."""
     if not request.tokens:
-        raise ServingError(
-            "Cannot run an empty sequence: expected at least 1 id in input_ids. Send the whole sequence each time."
-        )
+        raise ServingError("Cannot run an empty sequence: expected at least 1 id in input_ids. Send the whole sequence each time.")
     if request.new_tokens < 1:
-        raise ServingError(
-            f"Cannot generate {request.new_tokens} tokens: expected request_output_len >= 1. Send the number of new tokens."
-        )
+        raise ServingError(f"Cannot generate {request.new_tokens} tokens: expected request_output_len >= 1. Send the number of new tokens.")
     # The last new token is drawn, not read, so it needs no room.
     length = len(request.tokens) + (len(request.draft.tokens) or request.new_tokens - 1)
     if length > runner.max_seq_len:
@@ -218,18 +197,17 @@ def check_request(request: EngineRequest, runner: Runner) -> None:
         )
     for token in (*request.tokens, *request.draft.tokens):
         if not 0 <= token < runner.vocab_size:
-            raise EngineError(
-                f"Cannot run token id {token}: expected 0 to {runner.vocab_size - 1}. Use the tokenizer of this pair."
-            )
+            raise EngineError(f"Cannot run token id {token}: expected 0 to {runner.vocab_size - 1}. Use the tokenizer of this pair.")
 
 
-def make_values(request: EngineRequest, answer: EngineAnswer) -> dict[str, Any]:
+def make_values(request: EngineRequest, new: Sequence[int], rows: Sequence[Logits]) -> dict[str, Any]:
     """Output values without the batch dimension: output_ids (1, length), sequence_length (1,), generation_logits (1, n, V)."""
-    ids = answer.tokens if request.exclude_input else (*request.tokens, *answer.tokens)
+    ids = new if request.exclude_input else (*request.tokens, *new)
+    wanted = request.return_logits and len(new) > 0
     return {
         "output_ids": np.array([ids], np.int32).reshape(1, -1),
         "sequence_length": [len(ids)],
-        "generation_logits": answer.logits[None] if request.return_logits else None,
+        "generation_logits": np.concatenate(rows)[None] if wanted else None,
     }
 
 

@@ -77,10 +77,6 @@ def load_config(path: Path) -> pb.ModelConfig:
     try:
         return text_format.Parse(path.read_text(encoding="utf-8"), pb.ModelConfig())
     except text_format.ParseError as error:
-        raise ServingError(
-            f"Cannot read {path}: line {error}. Expected a Triton ModelConfig; run `specbuild package --force`."
-        ) from error
+        raise ServingError(f"Cannot read {path}: line {error}. Expected a Triton ModelConfig; run `specbuild package --force`.") from error
     except OSError as error:
-        raise ServingError(
-            f"Cannot read {path}: {error.strerror}. Expected a model directory; run `specbuild package --force`."
-        ) from error
+        raise ServingError(f"Cannot read {path}: {error.strerror}. Expected a model directory; run `specbuild package --force`.") from error

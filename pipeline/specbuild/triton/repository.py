@@ -84,7 +84,7 @@ def write_ensemble(out_dir: Path) -> None:
 
 def write_engine_model(out_dir: Path, role: str, engine_dir: Path, serving: PairServing) -> None:
     """Write `target` or `draft`: the CPU engine's model.py over a link of the engine's files."""
-    parameters = {"role": role, "rule": serving.rule, "engine_dir": ENGINE_DIR}
+    parameters = {"role": role, "rule": serving.rule, "vocab_size": str(serving.vocab_size), "engine_dir": ENGINE_DIR}
     model = make_python_model(role, ENGINE, max_batch_size=serving.max_batch_size, batching=True, parameters=parameters)
     link_tree(engine_dir, write_python_model(out_dir, model, template="engine_cpu") / ENGINE_DIR)
 
@@ -110,9 +110,7 @@ def link_file(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except FileNotFoundError as error:
-        raise ServingError(
-            f"Cannot write {target}: {source} does not exist. Run the earlier stages, or `specbuild run CONFIG`."
-        ) from error
+        raise ServingError(f"Cannot write {target}: {source} does not exist. Run the earlier stages, or `specbuild run CONFIG`.") from error
     except OSError:
         shutil.copyfile(source, target)
 
@@ -147,9 +145,7 @@ def _check_model(directory: Path) -> ModelConfig:
     if "${" in path.read_text(encoding="utf-8"):
         raise ServingError(f"Cannot serve {path}: it holds an unfilled '${{...}}'. Run `specbuild package --force`.")
     if config.name != directory.name:
-        raise ServingError(
-            f"Cannot serve {path}: the model is named {config.name!r}, expected the directory's name {directory.name!r}."
-        )
+        raise ServingError(f"Cannot serve {path}: the model is named {config.name!r}, expected the directory's name {directory.name!r}.")
     if not (directory / "1").is_dir():
         raise ServingError(f"Cannot serve {directory}: no version directory '1'. Run `specbuild package --force`.")
     if config.backend == "python" and not (directory / "1" / "model.py").is_file():
@@ -165,11 +161,7 @@ def _check_engines(configs: Mapping[str, ModelConfig]) -> None:
     engines = [configs[name] for name in (TARGET, DRAFT) if name in configs]
     sizes = {str(config.name): int(config.max_batch_size) for config in engines}
     if len(set(sizes.values())) > 1:
-        raise ServingError(
-            f"Cannot serve this pair: max_batch_size differs, {sizes}. Expected one number; build both engines alike."
-        )
+        raise ServingError(f"Cannot serve this pair: max_batch_size differs, {sizes}. Expected one number; build both engines alike.")
     for config in engines:
         if config.model_transaction_policy.decoupled:
-            raise ServingError(
-                f"Cannot serve {config.name}: it is decoupled, but the loop makes plain calls. Set decoupled to false."
-            )
+            raise ServingError(f"Cannot serve {config.name}: it is decoupled, but the loop makes plain calls. Set decoupled to false.")

@@ -1,5 +1,6 @@
 """A public request as values: read from its tensors, defaults filled in, and refused where it asks for what is not implemented."""
 
+import difflib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from specbuild.errors import ServingError
 from specbuild.spec.sampling import Sampling
-from specbuild.triton.contract import NEUTRAL
+from specbuild.triton.contract import NEUTRAL, PUBLIC
 from specbuild.triton.wire import as_float
 
 Values = Mapping[str, NDArray[Any]]
@@ -88,11 +89,18 @@ def refuse_unsupported(values: Values) -> None:
     for name, neutral in NEUTRAL.items():
         value = read(values, name, neutral)
         if value != neutral:
-            raise ServingError(
-                f"Cannot honour {name}={as_float(value):g}: it is not implemented. Send {neutral:g}, or leave it out."
-            )
+            raise ServingError(f"Cannot honour {name}={as_float(value):g}: it is not implemented. Send {neutral:g}, or leave it out.")
     if words := read_words(values, "bad_words"):
         raise ServingError(f"Cannot honour bad_words {list(words)}: they are not implemented. Leave them out.")
+
+
+def refuse_parameters(parameters: Mapping[str, Any]) -> None:
+    """Raise ServingError for a request parameter: Triton makes one of every JSON key that is no input, a misspelt one too."""
+    unknown = sorted(name for name in parameters if name != "id" and not name.startswith("triton_"))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], [spec.name for spec in PUBLIC.inputs], n=1)
+        advice = f"Did you mean {near[0]}?" if near else "Leave it out."
+        raise ServingError(f"Cannot honour {unknown[0]!r}: it is not an input of this model. {advice}")
 
 
 def read_draft_len(values: Values, settings: LoopSettings) -> int:

@@ -70,9 +70,7 @@ def check_bundle(bundle: Path) -> None:
     python, numpy = f"{sys.version_info.major}.{sys.version_info.minor}", version("numpy")
     if not (bundle / "python_backend_stubs" / python).is_dir():
         have = ", ".join(sorted(path.name for path in (bundle / "python_backend_stubs").glob("*")))
-        raise ServingError(
-            f"The bundled tritonserver has no stub for Python {python}: expected one of {have}. Use another interpreter."
-        )
+        raise ServingError(f"The bundled tritonserver has no stub for Python {python}: expected one of {have}. Use another interpreter.")
     if int(numpy.split(".")[0]) >= 2:
         raise ServingError(
             f"The bundled tritonserver cannot run Python models with numpy {numpy}: expected numpy < 2. Run `pip install 'numpy<2'`."
@@ -102,9 +100,7 @@ def make_environment(bundle: Path | None, base: Mapping[str, str]) -> dict[str, 
     return env
 
 
-def make_command(
-    installation: Installation, repository: Path, ports: Ports, address: str, backends_dir: Path | None
-) -> list[str]:
+def make_command(installation: Installation, repository: Path, ports: Ports, address: str, backends_dir: Path | None) -> list[str]:
     """Make the command line; models are loaded exactly as their config.pbtxt says."""
     command = [str(installation.binary), f"--model-repository={repository}", "--disable-auto-complete-config"]
     command += [f"{option}={number}" for option, number in ports.as_options().items()]
@@ -128,9 +124,7 @@ def check_ports(ports: Ports, address: str) -> None:
                 probe.bind((address, number))
             except OSError as error:
                 reason = f"{address}:{number} is not free ({error.strerror or error})"
-                raise ServingError(
-                    f"Cannot start Triton: {reason}. Stop what uses it, or choose another port with {option}."
-                ) from error
+                raise ServingError(f"Cannot start Triton: {reason}. Stop what uses it, or choose another port with {option}.") from error
 
 
 def find_reason(lines: list[str]) -> str:
@@ -161,9 +155,7 @@ class Server:
     def start(self) -> "Server":
         """Start the process; raises ServingError when the server is missing, the repository absent or a port taken."""
         if not self.repository.is_dir():
-            raise ServingError(
-                f"Cannot serve {self.repository}: no such model repository. Make it with `specbuild package CONFIG`."
-            )
+            raise ServingError(f"Cannot serve {self.repository}: no such model repository. Make it with `specbuild package CONFIG`.")
         installation = find_installation()
         check_ports(self.ports, self.address)
         backends_dir = None

@@ -1,5 +1,6 @@
 """The speculation loop as a decoupled Triton model: requests run side by side, each answer goes out chunk by chunk."""
 
+import json
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -16,7 +17,7 @@ from specbuild.text import TextStep, TextStream, generate_text
 from specbuild.tokenizer import load_tokenizer
 from specbuild.triton.bls import BlsDrafter, BlsVerifier, EngineClient
 from specbuild.triton.contract import DRAFT, LOOP, MODELS, TARGET
-from specbuild.triton.request import LoopSettings, TextRequest, read
+from specbuild.triton.request import LoopSettings, TextRequest, read, refuse_parameters
 from specbuild.triton.wire import make_error, make_tensors, read_tensors
 
 MAX_RUNNING = 64
@@ -80,6 +81,7 @@ class SpeculativeModel:
                 self._running.stop(request_id)
                 sender.send(flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 return
+            refuse_parameters(json.loads(request.parameters() or "{}"))
             parsed = TextRequest.parse(values, self._settings)
             event = self._running.add(request_id)
             self._pool.submit(self._run, parsed, request_id, sender, event)
@@ -97,9 +99,7 @@ class SpeculativeModel:
                 steps = self._generate(request, request_id, lambda: event.is_set() or bool(sender.is_cancelled()))
                 for values, final in make_chunks(request, steps, stats):
                     flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-                    sender.send(
-                        self._pb_utils.InferenceResponse(make_tensors(self._pb_utils, MODELS[LOOP].outputs, values)), flags
-                    )
+                    sender.send(self._pb_utils.InferenceResponse(make_tensors(self._pb_utils, MODELS[LOOP].outputs, values)), flags)
         finally:
             self._running.remove(request_id, event)
             self._counters.add(stats)
@@ -165,7 +165,10 @@ def make_answer(request: TextRequest, steps: list[TextStep], stats: SpecStats, *
 
 
 class Counters:
-    """Triton metrics, which `/metrics` shows beside the server's own."""
+    """Triton metrics, which `/metrics` shows beside the server's own.
+
+    Two threads that increment one metric at the same time crash the server (seen on 2.51: the object has one message buffer).
+    """
 
     def __init__(self, pb_utils: Any) -> None:
         described = {
@@ -176,12 +179,12 @@ class Counters:
         }
         make = pb_utils.MetricFamily
         # A family must outlive its metrics.
-        self._families = [
-            make(name=f"specbuild_{name}_total", description=text, kind=make.COUNTER) for name, text in described.items()
-        ]
+        self._families = [make(name=f"specbuild_{name}_total", description=text, kind=make.COUNTER) for name, text in described.items()]
+        self._lock = threading.Lock()
         self._metrics = [family.Metric(labels={"model": LOOP}) for family in self._families]
 
     def add(self, stats: SpecStats) -> None:
         """Count a request that has ended."""
-        for metric, value in zip(self._metrics, (stats.rounds, stats.drafted, stats.accepted, stats.tokens), strict=True):
-            metric.increment(value)
+        with self._lock:
+            for metric, value in zip(self._metrics, (stats.rounds, stats.drafted, stats.accepted, stats.tokens), strict=True):
+                metric.increment(value)

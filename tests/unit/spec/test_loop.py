@@ -93,21 +93,15 @@ def test_greedy_output_is_plain_decoding_when_a_draft_is_right_now_and_then():
 
 
 @pytest.mark.parametrize("k", range(1, 9))
-@pytest.mark.parametrize(
-    ("rule", "sampling"), [("exact", Sampling()), ("rejection", Sampling()), ("rejection", Sampling(0.8, 5, 0.9, 3))]
-)
+@pytest.mark.parametrize(("rule", "sampling"), [("exact", Sampling()), ("rejection", Sampling()), ("rejection", Sampling(0.8, 5, 0.9, 3))])
 def test_self_draft_is_accepted_in_full(k, rule, sampling):
-    _, steps, stats = run(
-        ModelDrafter(Recurrent()), ModelVerifier(Recurrent(), rule), sampling=sampling, draft_len=k, max_tokens=200
-    )
+    _, steps, stats = run(ModelDrafter(Recurrent()), ModelVerifier(Recurrent(), rule), sampling=sampling, draft_len=k, max_tokens=200)
     assert stats.acceptance_rate == 1.0
     assert all(step.drafted == k for step in steps[:-1])
     assert stats.tokens == 200
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(0.8, seed=5), Sampling(1.2, top_k=4, seed=6), Sampling(0.8, top_p=0.7, seed=2**64 - 1)]
-)
+@pytest.mark.parametrize("sampling", [Sampling(0.8, seed=5), Sampling(1.2, top_k=4, seed=6), Sampling(0.8, top_p=0.7, seed=2**64 - 1)])
 def test_the_exact_rule_samples_the_same_tokens_for_every_draft_length(sampling):
     outputs = {
         tuple(run(drafter, ModelVerifier(Recurrent(), "exact"), sampling=sampling, draft_len=k)[0])

@@ -109,7 +109,7 @@ def test_draw_inverts_the_distribution_and_never_returns_an_impossible_id(u, exp
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999])
-@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 20.0])
+@pytest.mark.parametrize("scale", [0.01, 0.1, 1.0, 20.0])
 def test_top_p_keeps_what_a_full_sort_would(top_p, scale):
     row = np.random.default_rng(0).normal(size=300) * scale
     mass = np.exp(row - row.max()) / np.exp(row - row.max()).sum()

@@ -1,0 +1,36 @@
+"""The serve stage: Triton in the foreground on a packaged repository, until a signal ends it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from specbuild.config import PairConfig
+from specbuild.errors import ServingError
+from specbuild.progress import log
+from specbuild.triton.server import Ports, Server
+
+
+def run_serve(config: PairConfig, ports: Ports, address: str, timeout: float) -> None:
+    """Serve `<workdir>/model_repository` until SIGINT or SIGTERM; raise ServingError when the server fails by itself."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals end it alike
+    server = Server(check_packaged(config.repository_dir), ports, address, log=sys.stderr)
+    try:
+        server.start()
+        server.wait_until_ready(timeout)
+        log(f"ready: gRPC {address}:{ports.grpc}, HTTP {address}:{ports.http}, metrics {address}:{ports.metrics}; stop with Ctrl-C")
+        code = server.wait()
+        raise ServingError(f"Triton ended with code {code} while serving; its log is above.")
+    except KeyboardInterrupt:
+        log("stopping")
+    finally:
+        server.stop()
+    log("stopped")
+
+
+def check_packaged(repository: Path) -> Path:
+    """Return the repository; raise ServingError when it was never packaged."""
+    if not (repository / "specbuild.json").exists():
+        raise ServingError(f"Cannot serve {repository}: it is not there. Run `specbuild package` first.")
+    return repository
