@@ -3,6 +3,7 @@
 import queue
 import uuid
 from collections.abc import Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from specbuild.errors import ServingError
 from specbuild.spec.sampling import Sampling
-from specbuild.triton.contract import ENSEMBLE, PUBLIC
+from specbuild.triton.contract import ENSEMBLE, PUBLIC, TensorSpec
 from specbuild.triton.wire import DTYPES
 
 STOP_SECONDS = 5.0
@@ -62,83 +63,83 @@ def stream_generate(
         "stop_words": list(stop) or None,
         "return_token_ids": True,
     }
-    return _stream(url, values, timeout, model)
+    return _generate(url, values, timeout, model)
 
 
-def _stream(url: str, values: Mapping[str, Any], timeout: float, model: str) -> Generator[Chunk, None, None]:
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    request_id, done = uuid.uuid4().hex, False
-    client = triton.InferenceServerClient(url)
+def _generate(url: str, values: Mapping[str, Any], timeout: float, model: str) -> Generator[Chunk, None, None]:
+    """The chunks of one request; leaving before the last one stops it on the server."""
+    stream = _Stream(url, model)
     try:
-        _check_ready(client, url, model)
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        _send(client, model, values, request_id)
-        while not done:
-            result = _next(answers, url, timeout)
-            done = is_final(result)
-            if (chunk := read_chunk(result)) is not None:
+        stream.open()
+        stream.send(values)
+        while stream.pending:
+            chunk = read_chunk(stream.receive(timeout))
+            if chunk is not None:
                 yield chunk
-    except ServingError:
-        done = True
+    except (GeneratorExit, KeyboardInterrupt):
+        stream.stop_request()
         raise
     finally:
-        if not done:
-            _stop(client, model, request_id, answers)
-        # Cancelling returns at once; a plain stop waits for every response, for ever if the server hangs.
-        client.stop_stream(cancel_requests=True)
-        client.close()
+        stream.close()
 
 
-def _check_ready(client: Any, url: str, model: str) -> None:
-    """Raise ServingError unless the server answers and serves the model."""
-    try:
-        ready = client.is_model_ready(model, client_timeout=10)
-    except InferenceServerException as error:
-        raise ServingError(
-            f"Cannot reach Triton at {url}: {first_line(error)}. Start it with `specbuild serve CONFIG`, or give its address with --url."
-        ) from error
-    if not ready:
-        raise ServingError(f"Cannot call {model} at {url}: that server does not serve it. Start it with `specbuild serve CONFIG`.")
+class _Stream:
+    """A gRPC stream to one model, for one request and perhaps its stop."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self.pending = 0  # requests without a final response
+        self._url, self._model, self._request_id = url, model, uuid.uuid4().hex
+        self._answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self._client = triton.InferenceServerClient(url)
+
+    def open(self) -> None:
+        """Open the stream; raises ServingError unless the server answers and serves the model."""
+        try:
+            ready = self._client.is_model_ready(self._model, client_timeout=10)
+        except InferenceServerException as error:
+            raise ServingError(
+                f"Cannot reach Triton at {self._url}: {first_line(error)}. Start it with `specbuild serve CONFIG`, or give its address with --url."
+            ) from error
+        if not ready:
+            raise ServingError(f"Cannot call {self._model} at {self._url}: it is not served there. Start it with `specbuild serve CONFIG`.")
+        self._client.start_stream(lambda result, error: self._answers.put((result, error)))
+
+    def send(self, values: Mapping[str, Any]) -> None:
+        """Send a request; values of None are left out."""
+        inputs = [make_input(spec, values[spec.name]) for spec in PUBLIC.inputs if values.get(spec.name) is not None]
+        self._client.async_stream_infer(self._model, inputs, request_id=self._request_id, enable_empty_final_response=True)
+        self.pending += 1
+
+    def receive(self, timeout: float) -> Any:
+        """The next response; raises ServingError for an error or a silent server."""
+        try:
+            result, error = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            raise ServingError(f"Triton at {self._url} sent nothing for {timeout:g} s. Look at its log, or allow more time.") from None
+        self.pending -= error is not None or is_final(result)
+        if error is not None:
+            raise ServingError(f"Triton at {self._url} refused the request: {first_line(error)}")
+        return result
+
+    def stop_request(self) -> None:
+        """Stop the request on the server and wait until it has ended: cancelling the stream does not reach through an ensemble."""
+        with suppress(ServingError):
+            self.send({"text_input": "stop", "max_tokens": 1, "stop": True})
+            while self.pending:
+                self.receive(STOP_SECONDS)
+
+    def close(self) -> None:
+        """Close the stream. One with nothing pending is not cancelled: that would leak the request in the server's ensemble (seen on 2.51)."""
+        self._client.stop_stream(cancel_requests=self.pending > 0)
+        self._client.close()
 
 
-def _send(client: Any, model: str, values: Mapping[str, Any], request_id: str) -> None:
-    """Send a request on the open stream; values of None are left out."""
-    inputs = []
-    for spec in PUBLIC.inputs:
-        value = values.get(spec.name)
-        if value is not None:
-            items = [item.encode() if isinstance(item, str) else item for item in (value if isinstance(value, list) else [value])]
-            tensor = triton.InferInput(spec.name, [1, len(items)], spec.dtype)
-            tensor.set_data_from_numpy(np.array([items], DTYPES[spec.dtype]))
-            inputs.append(tensor)
-    client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
-
-
-def _next(answers: "queue.Queue[tuple[Any, Any]]", url: str, timeout: float) -> Any:
-    """The next response; raises ServingError for an error or a silent server."""
-    try:
-        result, error = answers.get(timeout=timeout)
-    except queue.Empty:
-        raise ServingError(f"Triton at {url} sent nothing for {timeout:g} s. Look at its log, or allow more time.") from None
-    if error is not None:
-        raise ServingError(f"Triton at {url} refused the request: {first_line(error)}")
-    return result
-
-
-def _stop(client: Any, model: str, request_id: str, answers: "queue.Queue[tuple[Any, Any]]") -> None:
-    """Tell the server to stop a request, and wait until it has: cancelling the stream does not reach through an ensemble."""
-    _send(client, model, {"text_input": "stop", "max_tokens": 1, "stop": True}, request_id)
-    for _ in iter(lambda: _is_last(answers), True):
-        continue
-
-
-def _is_last(answers: "queue.Queue[tuple[Any, Any]]") -> bool:
-    """Whether the next response, dropped here, ends the stopped request."""
-    try:
-        result, error = answers.get(timeout=STOP_SECONDS)
-    except queue.Empty:
-        return True
-    return error is not None or is_final(result)
+def make_input(spec: TensorSpec, value: Any) -> Any:
+    """Make the tensor of one public input, a batch of 1."""
+    items = [item.encode() if isinstance(item, str) else item for item in (value if isinstance(value, list) else [value])]
+    tensor = triton.InferInput(spec.name, [1, len(items)], spec.dtype)
+    tensor.set_data_from_numpy(np.array([items], DTYPES[spec.dtype]))
+    return tensor
 
 
 def is_final(result: Any) -> bool:

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Format, lint, types, the budgets of the code's shape, and all tests.
+# usage: scripts/check.sh [PYTEST ARGUMENTS]      (PYTHON may name the interpreter)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/venv.sh
+make_venv cpu,serve,dev
+
+ruff format --check pipeline model_repo scripts tests
+ruff check pipeline model_repo scripts tests
+mypy
+python scripts/code_shape.py pipeline model_repo
+python -m pytest "$@"
