@@ -1,0 +1,28 @@
+"""Every shipped YAML loads and fits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specbuild.check import check_pair
+from specbuild.config import load_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+DEMO = CONFIGS[0].parent / "demo"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_passes_check(path: Path) -> None:
+    report = check_pair(load_config(path))
+    assert report.target.weights_seen
+    assert report.draft.weights_seen
+
+
+def test_the_demo_models_are_small_enough_to_commit() -> None:
+    assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) <= 16 << 20
+
+
+def test_the_demo_pair_says_what_it_was_trained_on() -> None:
+    note = json.loads((DEMO / "training.json").read_text())
+    assert {"corpus", "corpus_licence", "seed", "command", "held_out_loss_nats_per_token"} <= note.keys()
