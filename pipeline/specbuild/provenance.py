@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -45,8 +45,8 @@ def find_version(package: str) -> str:
         return "absent"
 
 
-def digest_files(paths: Iterable[Path]) -> str:
-    """Return a digest of files' names and content; of a large file its size, time and both ends stand for the content."""
+def digest_files(paths: Iterable[Path], times: bool = True) -> str:
+    """Return a digest of files' names and content; of a large file its size, time (if asked) and both ends stand for the content."""
     total = hashlib.sha256()
     for path in sorted(paths):
         stat = path.stat()
@@ -55,7 +55,7 @@ def digest_files(paths: Iterable[Path]) -> str:
             if stat.st_size <= _WHOLE:
                 total.update(file.read())
             else:
-                total.update(f"{stat.st_mtime_ns}\0".encode() + file.read(_END))
+                total.update((f"{stat.st_mtime_ns}\0" if times else "").encode() + file.read(_END))
                 file.seek(-_END, os.SEEK_END)
                 total.update(file.read())
     return total.hexdigest()
@@ -71,9 +71,14 @@ def is_current(directory: Path, record: Record) -> bool:
     try:
         found = json.loads((directory / FILE).read_text())
         files = found.pop("files")
-        return bool(found == record.to_dict()) and all((directory / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, AttributeError):
+        return bool(found == record.to_dict()) and files == digest_outputs(directory, files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def digest_outputs(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the digest of each file; without times, so that a copied directory is still what it was."""
+    return {name: digest_files([directory / name], times=False) for name in names}
 
 
 def make_artifact(directory: Path, record: Record, force: bool, make: Callable[[Path], None]) -> bool:
@@ -83,7 +88,8 @@ def make_artifact(directory: Path, record: Record, force: bool, make: Callable[[
         return False
     with new_directory(directory) as partial:
         make(partial)
-        files = {path.relative_to(partial).as_posix(): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()}
+        names = [path.relative_to(partial).as_posix() for path in sorted(partial.rglob("*")) if path.is_file()]
+        files = digest_outputs(partial, names)
         (partial / FILE).write_text(json.dumps({**record.to_dict(), "files": files}, indent=2) + "\n")
     log(f"{directory} written")
     return True
@@ -91,7 +97,8 @@ def make_artifact(directory: Path, record: Record, force: bool, make: Callable[[
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """Give a temporary directory that becomes `final` when the block ends well, and is removed when it does not."""
+    """Give a temporary directory that becomes `final` when the block ends well; else it and the parents made for it are removed."""
+    parents = [path for path in final.parents if not path.exists()]
     final.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(final)
     partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.{os.getpid()}.", suffix=".partial", dir=final.parent))
@@ -99,8 +106,12 @@ def new_directory(final: Path) -> Iterator[Path]:
     try:
         yield partial
         _replace(final, partial)
-    finally:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # another run may use them by now
+            for path in parents:
+                path.rmdir()
+        raise
 
 
 def _replace(final: Path, partial: Path) -> None:
@@ -114,9 +125,9 @@ def _replace(final: Path, partial: Path) -> None:
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove what killed runs left: temporary directories whose process is gone."""
+    """Remove what killed runs left: temporary directories whose process is gone, or had our number (1 in every container)."""
     for path in final.parent.glob(f".{final.name}.*.partial"):
         pid = path.name[len(final.name) + 2 :].split(".")[0]
-        if not (pid.isdigit() and Path(f"/proc/{pid}").exists()):
+        if pid == str(os.getpid()) or not (pid.isdigit() and Path(f"/proc/{pid}").exists()):
             log(f"removing {path}, left by a run that was killed")
             shutil.rmtree(path, ignore_errors=True)

@@ -89,6 +89,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             name: TensorEntry(name, item["dtype"], tuple(item["shape"]), path, 8 + length + item["data_offsets"][0])
             for name, item in items.items()
         }
+        for name, entry in entries.items():
+            start, stop = items[name]["data_offsets"]
+            if start < 0 or (entry.dtype in ITEM_BYTES and stop - start != entry.nbytes):
+                raise ValueError(f"tensor {name} has bytes {start} to {stop} for {entry.dtype} {entry.shape}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"Cannot read weights in {path}: its header is not valid safetensors ({error}). Fetch the file again."

@@ -8,19 +8,23 @@ import numpy as np
 
 from specbuild.errors import ConfigError, EngineError
 from specbuild.spec.loop import Draft, LogitsModel, Verified, commit
-from specbuild.spec.sampling import TARGET, Logits, Probs, Sampling, argmax, draw, probs, uniforms
+from specbuild.spec.sampling import ACCEPT, DRAW, RECOVER, Logits, Probs, Sampling, argmax, draw, probs, uniforms
 
 Rule: TypeAlias = Callable[[Probs, Sequence[int], Probs | None, Probs], tuple[int, int]]
 """(target (k + 1, V), drafted tokens (k,), draft (k, V) or None, uniforms (k + 1, 4)) -> (accepted, the target's own token)."""
 
 
 def exact(target: Probs, tokens: Sequence[int], _draft: Probs | None, u: Probs) -> tuple[int, int]:
-    """Draw from the target at every position and accept while the drafted token is the one drawn, whatever the draft's odds."""
+    """Draw from the target at every position and accept while the drafted token is the one drawn, whatever the draft's odds.
+
+    The draft was drawn with the same numbers, so the more alike the distributions, the oftener both draw the same token;
+    what comes out depends on the target and the numbers alone.
+    """
     for i, drafted in enumerate(tokens):
-        token = draw(target[i], u[i, 0])
+        token = draw(target[i], u[i, DRAW])
         if token != drafted:
             return i, token
-    return len(tokens), draw(target[len(tokens)], u[len(tokens), 0])
+    return len(tokens), draw(target[len(tokens)], u[len(tokens), DRAW])
 
 
 def rejection(target: Probs, tokens: Sequence[int], draft: Probs | None, u: Probs) -> tuple[int, int]:
@@ -30,9 +34,9 @@ def rejection(target: Probs, tokens: Sequence[int], draft: Probs | None, u: Prob
     """
     for i, token in enumerate(tokens):
         certainty = 1.0 if draft is None else draft[i, token]
-        if u[i, 0] * certainty >= target[i, token]:
-            return i, draw(_residual(target[i], token, None if draft is None else draft[i]), u[i, 1])
-    return len(tokens), draw(target[len(tokens)], u[len(tokens), 1])  # the bonus token
+        if u[i, ACCEPT] * certainty >= target[i, token]:
+            return i, draw(_residual(target[i], token, None if draft is None else draft[i]), u[i, RECOVER])
+    return len(tokens), draw(target[len(tokens)], u[len(tokens), RECOVER])  # the bonus token
 
 
 def _residual(target: Probs, token: int, draft: Probs | None) -> Probs:
@@ -73,7 +77,7 @@ def accept(rule_name: str, target_logits: Logits, draft: Draft, sampling: Sampli
     if drafted is not None:
         width = max(target.shape[1], drafted.shape[1])  # padded vocabularies may differ: Qwen2.5 has 151936 and 152064
         target, drafted = _widened(target, width), _widened(drafted, width)
-    return rule(target, draft.tokens, drafted, uniforms(sampling.seed, TARGET, position, k + 1))
+    return rule(target, draft.tokens, drafted, uniforms(sampling.seed, position, k + 1))
 
 
 def _widened(rows: Probs, width: int) -> Probs:

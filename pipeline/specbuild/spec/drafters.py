@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from specbuild.errors import ConfigError
 from specbuild.spec.loop import Draft, Drafter, LogitsModel
-from specbuild.spec.sampling import DRAFT, Probs, Sampling, argmax, draw, probs, uniforms
+from specbuild.spec.sampling import DRAW, Probs, Sampling, argmax, draw, probs, uniforms
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ModelDrafter:
         """See `Drafter`. Nothing follows an end token; the distributions are those that were drawn from."""
         sequence = list(tokens)
         rows: list[Probs] = []
-        for u in uniforms(sampling.seed, DRAFT, len(tokens), k)[:, 0]:
+        for u in uniforms(sampling.seed, len(tokens), k)[:, DRAW]:
             logits = self.model.logits(sequence, 1)
             if sampling.greedy:
                 sequence.append(int(argmax(logits)[0]))

@@ -12,8 +12,8 @@ from specbuild.errors import ConfigError, EngineError
 Logits: TypeAlias = NDArray[np.floating[Any]]
 Probs: TypeAlias = NDArray[np.float64]
 
-DRAFT = 1
-TARGET = 2
+ACCEPT, RECOVER, DRAW = 0, 1, 2
+"""Columns of `uniforms`: to accept a drafted token, to draw in its place or behind the draft, and to draw a token as such."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ def _top_p(mass: Probs, top_p: float) -> NDArray[np.intp]:
     return order[: np.searchsorted(np.cumsum(mass[order]), top_p) + 1]
 
 
-def uniforms(seed: int, role: int, start: int, n: int) -> Probs:
-    """Numbers in [0, 1) for n positions (n, 4): row i depends on (seed, role, start + i) alone.
+def uniforms(seed: int, start: int, n: int) -> Probs:
+    """Numbers in [0, 1) for n positions (n, 4), by the columns above: row i depends on (seed, start + i) alone.
 
     One Philox counter block is one position. Keying by position makes a draw independent of how the
     sequence was cut into rounds and requests.
     """
-    return np.random.Generator(np.random.Philox(key=seed, counter=[start, role, 0, 0])).random((n, 4))
+    return np.random.Generator(np.random.Philox(key=seed, counter=[start, 0, 0, 0])).random((n, 4))
 
 
 def draw(weights: Probs, u: float) -> int:

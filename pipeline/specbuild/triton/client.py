@@ -98,7 +98,8 @@ class _Stream:
             ready = self._client.is_model_ready(self._model, client_timeout=10)
         except InferenceServerException as error:
             raise ServingError(
-                f"Cannot reach Triton at {self._url}: {first_line(error)}. Start it with `specbuild serve CONFIG`, or give its address with --url."
+                f"Cannot reach Triton at {self._url}: {first_line(error)}. Start it with `specbuild serve CONFIG`, or give its "
+                "address with --url."
             ) from error
         if not ready:
             raise ServingError(f"Cannot call {self._model} at {self._url}: it is not served there. Start it with `specbuild serve CONFIG`.")
@@ -129,7 +130,7 @@ class _Stream:
                 self.receive(STOP_SECONDS)
 
     def close(self) -> None:
-        """Close the stream. One with nothing pending is not cancelled: that would leak the request in the server's ensemble (seen on 2.51)."""
+        """Close the stream. With nothing pending it is not cancelled: that would leak the request in the server's ensemble (2.51)."""
         self._client.stop_stream(cancel_requests=self.pending > 0)
         self._client.close()
 

@@ -4,19 +4,18 @@ A request without a draft generates `request_output_len` tokens; one with a draf
 sequence and is not part of `output_ids`, as upstream.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specbuild.errors import EngineError, ServingError, SpecbuildError
 from specbuild.spec.accept import accept
 from specbuild.spec.loop import Draft, commit
-from specbuild.spec.sampling import DRAFT, Logits, Sampling, argmax, draw, probs, uniforms
+from specbuild.spec.sampling import DRAW, Logits, Sampling, argmax, draw, probs, uniforms
 from specbuild.triton import contract
-from specbuild.triton.wire import as_float, make_error, make_tensors, read_tensors
+from specbuild.triton.wire import Values, as_float, make_error, make_tensors, read_item, read_tensors
 
 Pass: TypeAlias = tuple[Sequence[int], int]
 """A sequence, and of how many of its last positions the logits are wanted."""
@@ -60,12 +59,12 @@ class EngineModel:
     role: str
     rule: str
 
-    def run(self, requests: Sequence[Mapping[str, NDArray[Any]]]) -> list[dict[str, Any] | SpecbuildError]:
+    def run(self, requests: Sequence[Values]) -> list[dict[str, Any] | SpecbuildError]:
         """Answer requests (name -> value with batch dimension) with output values, or with the error of that request alone."""
         jobs = [self._make_job(values) for values in requests]
         return run_jobs(self.runner, jobs)
 
-    def _make_job(self, values: Mapping[str, NDArray[Any]]) -> Job | SpecbuildError:
+    def _make_job(self, values: Values) -> Job | SpecbuildError:
         """Begin one request, or say why not."""
         try:
             request = parse_request(values)
@@ -92,7 +91,7 @@ class EngineModel:
             return accept(self.rule, logits, Draft(()), request.sampling, position)[1]
         if request.sampling.greedy:
             return int(argmax(logits)[0])
-        return draw(probs(logits, request.sampling)[0], uniforms(request.sampling.seed, DRAFT, position, 1)[0, 0])
+        return draw(probs(logits, request.sampling)[0], uniforms(request.sampling.seed, position, 1)[0, DRAW])
 
     def _verify(self, request: EngineRequest) -> Job:
         """Judge a draft in one pass."""
@@ -126,37 +125,27 @@ def run_jobs(runner: Runner, jobs: Sequence[Job | SpecbuildError]) -> list[dict[
     return [answers[i] for i in range(len(jobs))]
 
 
-def parse_request(values: Mapping[str, NDArray[Any]]) -> EngineRequest:
-    """Read one request's tensors (batch of 1); raises ServingError for what this engine cannot do."""
-    refuse_unsupported(values)
-    length = int(values["input_lengths"].item())
-    new_tokens = int(values["request_output_len"].item())
+def parse_request(values: Values) -> EngineRequest:
+    """Read one request's tensors; raises ServingError for what this engine cannot do."""
+    if len(values["input_ids"]) != 1:
+        raise ServingError(f"Cannot run {len(values['input_ids'])} sequences in one request: expected 1. Send each on its own.")
+    if (beams := read_item(values, "beam_width", 1)) != 1:
+        raise ServingError(f"Cannot run beam_width {beams}: speculation follows one beam. Send 1, or leave it out.")
+    if read_item(values, "streaming", False):
+        raise ServingError("Cannot stream from an engine: it answers once. Send streaming=false; the ensemble streams.")
     draft = read_draft(values)
     return EngineRequest(
-        tokens=tuple(values["input_ids"].reshape(-1)[:length].tolist()),
+        tokens=tuple(values["input_ids"].reshape(-1)[: read_item(values, "input_lengths")].tolist()),
         draft=draft,
-        new_tokens=new_tokens,
+        new_tokens=int(read_item(values, "request_output_len")),
         sampling=read_sampling(values),
         rule=None if not draft.tokens else "exact" if draft.probs is None else "rejection",
-        return_logits=read_flag(values, "return_generation_logits"),
-        exclude_input=read_flag(values, "exclude_input_in_output"),
+        return_logits=bool(read_item(values, "return_generation_logits", False)),
+        exclude_input=bool(read_item(values, "exclude_input_in_output", False)),
     )
 
 
-def refuse_unsupported(values: Mapping[str, NDArray[Any]]) -> None:
-    """Raise ServingError for a value that would change the answer but that this engine does not implement."""
-    if "beam_width" in values and values["beam_width"].item() != 1:
-        raise ServingError(f"Cannot run beam_width {values['beam_width'].item()}: speculation follows one beam. Send 1, or leave it out.")
-    if read_flag(values, "streaming"):
-        raise ServingError("Cannot stream from an engine: it answers once. Send streaming=false; the ensemble streams.")
-
-
-def read_flag(values: Mapping[str, NDArray[Any]], name: str) -> bool:
-    """A BOOL input; False when absent."""
-    return name in values and bool(values[name].item())
-
-
-def read_draft(values: Mapping[str, NDArray[Any]]) -> Draft:
+def read_draft(values: Values) -> Draft:
     """The draft; its distributions are the plain softmax of `draft_logits` (1, k, V), with no sampling parameter applied to it."""
     tokens = tuple(values["draft_input_ids"].reshape(-1).tolist()) if "draft_input_ids" in values else ()
     if "draft_logits" not in values:
@@ -169,15 +158,14 @@ def read_draft(values: Mapping[str, NDArray[Any]]) -> Draft:
     return Draft(tokens, probs(logits, Sampling(temperature=1.0)))
 
 
-def read_sampling(values: Mapping[str, NDArray[Any]]) -> Sampling:
+def read_sampling(values: Values) -> Sampling:
     """Sampling parameters in upstream's terms: greedy without a temperature, `runtime_top_p` <= 0 is unset, `end_id` < 0 is none."""
-    top_p = as_float(values["runtime_top_p"].item()) if "runtime_top_p" in values else 1.0
-    end_id = int(values["end_id"].item()) if "end_id" in values else -1
+    top_p, end_id = as_float(read_item(values, "runtime_top_p", 1.0)), int(read_item(values, "end_id", -1))
     return Sampling(
-        temperature=as_float(values["temperature"].item()) if "temperature" in values else 0.0,
-        top_k=int(values["runtime_top_k"].item()) if "runtime_top_k" in values else 0,
+        temperature=as_float(read_item(values, "temperature", 0.0)),
+        top_k=int(read_item(values, "runtime_top_k", 0)),
         top_p=top_p if top_p > 0 else 1.0,
-        seed=int(values["seed"].item()) if "seed" in values else 0,
+        seed=int(read_item(values, "seed", 0)),
         end_ids=frozenset({end_id} if end_id >= 0 else ()),
     )
 
@@ -215,10 +203,11 @@ def answer(pb_utils: Any, model: EngineModel, requests: Sequence[Any]) -> list[A
     """Make the responses to a batch of Triton requests; `stop` has nothing to stop here, and gets an empty answer."""
     spec = contract.ENGINE
     values = [read_tensors(pb_utils, request, spec.inputs) for request in requests]
-    results = iter(model.run([v for v in values if not read_flag(v, "stop")]))
+    stops = [bool(v["stop"].any()) if "stop" in v else False for v in values]
+    results = iter(model.run([v for v, stop in zip(values, stops, strict=True) if not stop]))
     responses = []
-    for request_values in values:
-        result = {} if read_flag(request_values, "stop") else next(results)
+    for stop in stops:
+        result = {} if stop else next(results)
         if isinstance(result, SpecbuildError):
             responses.append(make_error(pb_utils, result))
         else:

@@ -6,7 +6,7 @@ from typing import Any
 from specbuild.errors import SpecbuildError
 from specbuild.tokenizer import encode_prompt, load_tokenizer
 from specbuild.triton.contract import MODELS, PREPROCESSING
-from specbuild.triton.wire import make_error, make_tensors, read_tensors
+from specbuild.triton.wire import make_error, make_tensors, read_item, read_tensors
 
 
 class PreprocessingModel:
@@ -20,7 +20,7 @@ class PreprocessingModel:
         """Make the response to one request."""
         spec = MODELS[PREPROCESSING]
         try:
-            text = read_tensors(self._pb_utils, request, spec.inputs)["text_input"].item().decode()
+            text = read_item(read_tensors(self._pb_utils, request, spec.inputs), "text_input").decode()
             values = {"input_ids": encode_prompt(self._tokenizer, text)}
         except (SpecbuildError, UnicodeDecodeError) as error:
             return make_error(self._pb_utils, error)

@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from numpy.typing import NDArray
-
 from specbuild.errors import ServingError
 from specbuild.spec.sampling import Sampling
 from specbuild.triton.contract import NEUTRAL, PUBLIC
-from specbuild.triton.wire import as_float
-
-Values = Mapping[str, NDArray[Any]]
+from specbuild.triton.wire import Values, as_float, read_item
 
 
 @dataclass(frozen=True)
@@ -57,25 +53,16 @@ class TextRequest:
         """Read a request's tensors (batch of 1); raises ServingError or ConfigError naming the input that cannot be honoured."""
         refuse_unsupported(values)
         return cls(
-            prompt=values["text_input"].item().decode(),
+            prompt=read_item(values, "text_input").decode(),
             prompt_ids=tuple(values["input_ids"].reshape(-1).tolist()),
-            max_tokens=int(values["max_tokens"].item()),
+            max_tokens=int(read_item(values, "max_tokens")),
             sampling=read_sampling(values, settings.end_ids),
             draft_len=read_draft_len(values, settings),
             stop_words=read_words(values, "stop_words"),
-            stream=bool(read(values, "stream", False)),
-            echo=not read(values, "exclude_input_in_output", True),
-            return_token_ids=bool(read(values, "return_token_ids", False)),
+            stream=bool(read_item(values, "stream", False)),
+            echo=not read_item(values, "exclude_input_in_output", True),
+            return_token_ids=bool(read_item(values, "return_token_ids", False)),
         )
-
-
-def read(values: Values, name: str, default: Any) -> Any:
-    """The single element of an input, or the default; raises ServingError when there are several."""
-    if name not in values:
-        return default
-    if values[name].size != 1:
-        raise ServingError(f"Cannot use {name} with {values[name].size} values: expected one. Send a shape of [1, 1].")
-    return values[name].item()
 
 
 def read_words(values: Values, name: str) -> tuple[str, ...]:
@@ -87,7 +74,7 @@ def read_words(values: Values, name: str) -> tuple[str, ...]:
 def refuse_unsupported(values: Values) -> None:
     """Raise ServingError for a value that would change the answer but that is not implemented."""
     for name, neutral in NEUTRAL.items():
-        value = read(values, name, neutral)
+        value = read_item(values, name, neutral)
         if value != neutral:
             raise ServingError(f"Cannot honour {name}={as_float(value):g}: it is not implemented. Send {neutral:g}, or leave it out.")
     if words := read_words(values, "bad_words"):
@@ -105,7 +92,7 @@ def refuse_parameters(parameters: Mapping[str, Any]) -> None:
 
 def read_draft_len(values: Values, settings: LoopSettings) -> int:
     """Tokens to draft per round; the packaged number when absent, 0 for plain decoding."""
-    draft_len = int(read(values, "num_draft_tokens", settings.draft_len))
+    draft_len = int(read_item(values, "num_draft_tokens", settings.draft_len))
     if not 0 <= draft_len <= settings.max_draft_len:
         raise ServingError(
             f"Cannot draft {draft_len} tokens per round: expected num_draft_tokens from 0 to {settings.max_draft_len}, the "
@@ -116,13 +103,13 @@ def read_draft_len(values: Values, settings: LoopSettings) -> int:
 
 def read_sampling(values: Values, end_ids: frozenset[int]) -> Sampling:
     """Sampling of a request: greedy unless it asks for something else, the seed random unless given, `end_id` -1 for no end."""
-    top_k, top_p = int(read(values, "top_k", 0)), as_float(read(values, "top_p", 1.0))
+    top_k, top_p = int(read_item(values, "top_k", 0)), as_float(read_item(values, "top_p", 1.0))
     asked = top_k > 1 or 0 < top_p < 1
-    end_id = int(read(values, "end_id", -2))
+    end_id = int(read_item(values, "end_id", -2))
     return Sampling(
-        temperature=as_float(read(values, "temperature", 1.0 if asked else 0.0)),
+        temperature=as_float(read_item(values, "temperature", 1.0 if asked else 0.0)),
         top_k=top_k,
         top_p=top_p if top_p else 1.0,  # upstream: 0 is unset
-        seed=int(read(values, "seed", secrets.randbits(63))),
+        seed=int(read_item(values, "seed", secrets.randbits(63))),
         end_ids=end_ids if end_id == -2 else frozenset({end_id} if end_id >= 0 else ()),
     )

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -105,10 +105,14 @@ def make_command(installation: Installation, repository: Path, ports: Ports, add
     command = [str(installation.binary), f"--model-repository={repository}", "--disable-auto-complete-config"]
     command += [f"{option}={number}" for option, number in ports.as_options().items()]
     command += [f"--{service}-address={address}" for service in ("http", "grpc", "metrics")]
-    # Two servers on one machine must not meet in /dev/shm.
-    command += [f"--backend-config=python,shm-region-prefix-name=specbuild-{ports.grpc}-{os.getpid()}-"]
+    command += [f"--backend-config=python,shm-region-prefix-name={make_shm_prefix(ports)}"]
     command += [f"--exit-timeout-secs={GRACE_SECONDS // 2}"]
     return command if backends_dir is None else [*command, f"--backend-directory={backends_dir}"]
+
+
+def make_shm_prefix(ports: Ports) -> str:
+    """The name under which the Python backend keeps its regions in /dev/shm; two servers on one machine must not meet there."""
+    return f"specbuild-{ports.grpc}-{os.getpid()}-"
 
 
 def check_ports(ports: Ports, address: str) -> None:
@@ -127,11 +131,16 @@ def check_ports(ports: Ports, address: str) -> None:
                 raise ServingError(f"Cannot start Triton: {reason}. Stop what uses it, or choose another port with {option}.") from error
 
 
-def find_reason(lines: list[str]) -> str:
-    """Find the log line that says why a server did not start: the first error, else the last line."""
-    errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit()]
-    reason = next((line for line in errors if "failed to load" in line), errors[0] if errors else (lines or ["(no output)"])[-1])
-    return reason.split("] ", 1)[-1].strip().strip('"')
+def find_reason(lines: Sequence[str]) -> str:
+    """Find the log line that says why a server did not start: a model that failed, else the first error, else the last line.
+
+    Errors about CUDA are passed over: a machine without a GPU always has some.
+    """
+    errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit() and "cuda" not in line.lower()]
+    failed = [line for line in errors if "failed to load" in line]
+    reason = (failed or errors or list(lines)[-1:] or ["(it is empty)"])[0]
+    # The message stands behind the source position, in quotes; its own line breaks are written as \\n.
+    return reason.split("] ", 1)[-1].strip().strip('"').split("\\n")[0].rstrip(".")
 
 
 def _die_with_parent() -> None:
@@ -193,12 +202,12 @@ class Server:
         while time.monotonic() < deadline:
             if not self.is_running():
                 code = self.stop()
-                raise ServingError(f"Triton ended with code {code} before it was ready: {find_reason(list(self._lines))}")
+                raise ServingError(f"Triton ended with code {code} before it was ready: {find_reason(self._lines)}")
             if self._is_ready():
                 return
             time.sleep(0.05)
         self.stop()
-        reason = find_reason(list(self._lines))
+        reason = find_reason(self._lines)
         raise ServingError(f"Triton was not ready within {timeout:g} s; its log says: {reason}. Allow more time with --timeout.")
 
     def _is_ready(self) -> bool:
@@ -241,6 +250,8 @@ class Server:
             self._pump.join(timeout=5)
         if self._scratch is not None:
             self._scratch.cleanup()
+        for region in Path("/dev/shm").glob(f"{make_shm_prefix(self.ports)}*"):  # a server that was killed leaves its own
+            region.unlink(missing_ok=True)
         return code
 
     def __enter__(self) -> "Server":

@@ -17,8 +17,8 @@ from specbuild.text import TextStep, TextStream, generate_text
 from specbuild.tokenizer import load_tokenizer
 from specbuild.triton.bls import BlsDrafter, BlsVerifier, EngineClient
 from specbuild.triton.contract import DRAFT, LOOP, MODELS, TARGET
-from specbuild.triton.request import LoopSettings, TextRequest, read, refuse_parameters
-from specbuild.triton.wire import make_error, make_tensors, read_tensors
+from specbuild.triton.request import LoopSettings, TextRequest, refuse_parameters
+from specbuild.triton.wire import make_error, make_tensors, read_item, read_tensors
 
 MAX_RUNNING = 64
 """Requests that run at once; more wait their turn. Each holds a thread that mostly waits for an engine."""
@@ -77,7 +77,7 @@ class SpeculativeModel:
         sender, request_id = request.get_response_sender(), str(request.request_id())
         with self._reporting(sender):
             values = read_tensors(self._pb_utils, request, MODELS[LOOP].inputs)
-            if read(values, "stop", False):
+            if read_item(values, "stop", False):
                 self._running.stop(request_id)
                 sender.send(flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 return

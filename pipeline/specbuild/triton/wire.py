@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +12,25 @@ from numpy.typing import NDArray
 from specbuild.errors import ServingError
 from specbuild.triton.contract import TensorSpec
 
+Values: TypeAlias = Mapping[str, NDArray[Any]]
+"""The inputs of one request by name, each with its batch dimension of 1."""
+
 DTYPES: dict[str, Any] = {"BOOL": np.bool_, "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BYTES": np.object_}
 
 
 def read_tensors(pb_utils: Any, request: Any, tensors: Sequence[TensorSpec]) -> dict[str, NDArray[Any]]:
-    """Read the inputs that a request has, each with its batch dimension; raises ServingError for one without elements."""
-    values = {}
-    for spec in tensors:
-        tensor = pb_utils.get_input_tensor_by_name(request, spec.name)
-        if tensor is not None:
-            values[spec.name] = tensor.as_numpy()
-            if values[spec.name].size == 0 and not spec.optional:
-                raise ServingError(f"Cannot run this request: {spec.name} is empty. Give it at least one element.")
-    return values
+    """Read the inputs that a request has, each with its batch dimension."""
+    found = {spec.name: pb_utils.get_input_tensor_by_name(request, spec.name) for spec in tensors}
+    return {name: tensor.as_numpy() for name, tensor in found.items() if tensor is not None}
+
+
+def read_item(values: Values, name: str, default: Any = None) -> Any:
+    """The single element of an input, or the default; raises ServingError when it has none or several."""
+    if name not in values:
+        return default
+    if values[name].size != 1:
+        raise ServingError(f"Cannot use {name} with {values[name].size} values: expected one. Send a shape of [1, 1].")
+    return values[name].item()
 
 
 def make_tensors(pb_utils: Any, tensors: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Any]:

@@ -4,7 +4,7 @@ import pytest
 from specbuild.errors import ConfigError
 from specbuild.spec.drafters import DRAFTERS, ModelDrafter, NGramDrafter
 from specbuild.spec.loop import Draft
-from specbuild.spec.sampling import DRAFT, Sampling, draw, probs, uniforms
+from specbuild.spec.sampling import DRAW, Sampling, draw, probs, uniforms
 
 
 class Chain:
@@ -52,7 +52,7 @@ def test_a_model_drafts_greedily_without_distributions():
 def test_a_model_returns_the_distributions_it_drew_from():
     sampling = Sampling(0.7, top_k=3, seed=11)
     draft = ModelDrafter(SOFT).propose([3, 1], 5, sampling)
-    u = uniforms(11, DRAFT, 2, 5)[:, 0]
+    u = uniforms(11, 2, 5)[:, DRAW]
     previous = (1, *draft.tokens)
     for i, token in enumerate(draft.tokens):
         row = probs(SOFT.logits([previous[i]], 1), sampling)[0]

@@ -93,7 +93,7 @@ def test_greedy_output_is_plain_decoding_when_a_draft_is_right_now_and_then():
 
 
 @pytest.mark.parametrize("k", range(1, 9))
-@pytest.mark.parametrize(("rule", "sampling"), [("exact", Sampling()), ("rejection", Sampling()), ("rejection", Sampling(0.8, 5, 0.9, 3))])
+@pytest.mark.parametrize(("rule", "sampling"), list(itertools.product(RULES, [Sampling(), Sampling(0.8, 5, 0.9, 3)])))
 def test_self_draft_is_accepted_in_full(k, rule, sampling):
     _, steps, stats = run(ModelDrafter(Recurrent()), ModelVerifier(Recurrent(), rule), sampling=sampling, draft_len=k, max_tokens=200)
     assert stats.acceptance_rate == 1.0

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from specbuild.errors import ConfigError, EngineError
-from specbuild.spec.sampling import DRAFT, TARGET, Sampling, draw, probs, uniforms
+from specbuild.spec.sampling import Sampling, draw, probs, uniforms
 
 P = np.array([0.5, 0.3, 0.2])
 
@@ -86,19 +86,19 @@ def test_rows_of_a_batch_are_independent(sampling):
     np.testing.assert_array_equal(probs(logits, sampling), alone)
 
 
-def test_uniforms_are_keyed_by_seed_role_and_position():
-    block = uniforms(7, TARGET, 5, 3)
+def test_uniforms_are_keyed_by_seed_and_position():
+    block = uniforms(7, 5, 3)
     assert block.shape == (3, 4)
     for i in range(3):
-        np.testing.assert_array_equal(block[i], uniforms(7, TARGET, 5 + i, 1)[0])
-    for other in [uniforms(8, TARGET, 5, 3), uniforms(7, DRAFT, 5, 3), uniforms(2**64 - 1, TARGET, 5, 3)]:
+        np.testing.assert_array_equal(block[i], uniforms(7, 5 + i, 1)[0])
+    for other in [uniforms(8, 5, 3), uniforms(7, 8, 3), uniforms(2**64 - 1, 5, 3)]:
         assert not np.isin(block, other).any()
-    assert len(np.unique(uniforms(7, TARGET, 0, 1000))) == 4000
+    assert len(np.unique(uniforms(7, 0, 1000))) == 4000
 
 
 def test_uniforms_are_uniform():
     """Ten cells, 40000 numbers, fixed seed; the critical value of chi-squared with 9 degrees at 0.001 is 27.88."""
-    counts = np.histogram(uniforms(3, TARGET, 0, 10000), bins=10, range=(0, 1))[0]
+    counts = np.histogram(uniforms(3, 0, 10000), bins=10, range=(0, 1))[0]
     assert ((counts - 4000) ** 2 / 4000).sum() < 27.88
 
 
