@@ -195,6 +195,16 @@ def distill_draft(target: LlamaForCausalLM, row: torch.Tensor, steps: int, rng: 
     return draft
 
 
+def write_prompts(held_out: list[str], path: Path) -> None:
+    """Write the beginnings, whole lines of up to 200 characters, of 20 held-out functions, evenly spaced."""
+    long_enough = [text for text in held_out if len(text) > 400]
+    prompts = []
+    for text in long_enough[:: len(long_enough) // 20][:20]:
+        cut = text.rfind("\n", 0, 200)
+        prompts.append(text[:cut] if cut > 0 else text[:200])
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+
+
 def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     model.generation_config.update(bos_token_id=0, eos_token_id=1, pad_token_id=2, max_length=CONTEXT)
     model.to(torch.bfloat16).save_pretrained(directory)
@@ -204,6 +214,7 @@ def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, dir
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("configs/demo"))
+    parser.add_argument("--prompts", type=Path, help="only write the prompts that `specbuild verify` ships, and stop")
     parser.add_argument("--target-steps", type=int, default=1800)
     parser.add_argument("--draft-steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
@@ -211,6 +222,9 @@ def main() -> None:
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
     texts, held = load_functions(held_out=False), load_functions(held_out=True)
+    if args.prompts:
+        write_prompts(held, args.prompts)
+        return
     tokenizer = train_tokenizer(texts)
     row, held_row = encode(tokenizer, texts), encode(tokenizer, held)
     print(f"{len(texts)} functions, {len(row)} tokens; held out {len(held)}, {len(held_row)} tokens", file=sys.stderr, flush=True)

@@ -55,9 +55,10 @@ def make_model(tmp_path_factory, tokenizer):
     def make(kind="llama", *, seed=0, dtype="float32", max_shard_size="5GB", **config):
         key = (kind, seed, dtype, max_shard_size, json.dumps(config, sort_keys=True))
         if key not in made:
-            made[key] = tmp_path_factory.mktemp(kind)
-            write_model(made[key], kind, seed, dtype, max_shard_size, {**TINY, **config})
-            tokenizer.save(str(made[key] / "tokenizer.json"))
+            directory = tmp_path_factory.mktemp(kind)
+            write_model(directory, kind, seed, dtype, max_shard_size, {**TINY, **config})
+            tokenizer.save(str(directory / "tokenizer.json"))
+            made[key] = directory
         return made[key]
 
     return make

@@ -39,10 +39,20 @@ def find_model_dir(model: ModelConfig, yaml_path: Path, *, weights: bool) -> Pat
     if local.is_dir():
         if model.revision is not None:
             raise ConfigError(f"Cannot use revision {model.revision!r} of {model.model}: it is a local directory. Remove `revision`.")
+        check_no_adapter(local)
         return local
     if model.model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model.model):
         raise ConfigError(f"Cannot find model {model.model}: {local} is not a directory. Paths are relative to {yaml_path}.")
     return _fetch_from_hub(model, local, weights)
+
+
+def check_no_adapter(directory: Path) -> None:
+    """Raise CheckpointError when a directory holds an adapter and no model of its own."""
+    if (directory / "adapter_config.json").exists() and not any((directory / name).exists() for name in (INDEX, SINGLE)):
+        kind = "a DoRA adapter" if load_json(directory / "adapter_config.json").get("use_dora") else "an adapter"
+        raise CheckpointError(
+            f"Cannot convert {directory}: it is {kind}, expected a whole model. Merge it into its base model first (merge_and_unload in PEFT)."
+        )
 
 
 def _fetch_from_hub(model: ModelConfig, local: Path, weights: bool) -> Path:
@@ -78,7 +88,7 @@ class HFCheckpoint:
         headers = {file: read_header(directory / file) for file in find_weight_files(directory)}
         for header in headers.values():
             entries |= header
-        if (directory / INDEX).exists():
+        if SINGLE not in headers:
             for name, file in load_json(directory / INDEX)["weight_map"].items():
                 if name not in headers[file]:
                     raise CheckpointError(
@@ -92,18 +102,18 @@ class HFCheckpoint:
 
 
 def find_weight_files(directory: Path) -> list[str]:
-    """List the safetensors files of a Hugging Face directory, by its index or the standard name; all of them must exist."""
-    if (directory / INDEX).exists():
+    """List the safetensors files of a Hugging Face directory: the standard name, else its index's, as transformers does; all must exist."""
+    if (directory / SINGLE).exists():
+        files = [SINGLE]
+    elif (directory / INDEX).exists():
         weight_map = load_json(directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"Cannot read {directory / INDEX}: it has no weight_map.")
         files = sorted(set(weight_map.values()))
-    elif (directory / SINGLE).exists():
-        files = [SINGLE]
-    elif (directory / "adapter_config.json").exists():
-        raise CheckpointError(f"Cannot convert {directory}: it is an adapter, not a model. Merge it into its base model first.")
     else:
-        raise CheckpointError(f"Cannot find weights in {directory}: expected {SINGLE} or {INDEX}. Save the model as safetensors.")
+        others = sorted(path.name for ending in ("bin", "pt", "pth", "gguf") for path in directory.glob(f"*.{ending}"))
+        found = f" found {', '.join(others[:3])}," if others else ""
+        raise CheckpointError(f"Cannot find weights in {directory}:{found} expected {SINGLE} or {INDEX}. Save the model as safetensors.")
     missing = [file for file in files if not (directory / file).exists()]
     if missing:
         raise CheckpointError(f"Cannot open {directory}: missing {', '.join(missing)} of {len(files)} weight files. Fetch the model again.")

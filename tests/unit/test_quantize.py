@@ -126,9 +126,7 @@ def quantize(tmp_path, write_pair_yaml, make_model):
 
     def run(scheme, group_size=32, dtype="bfloat16", tp=1, pp=1, **changes):
         settings = {"model": str(make_model(**changes)), "dtype": dtype, "tp": tp, "pp": pp}
-        config = load_config(
-            write_pair_yaml(tmp_path, target={**settings, "quantize": {"scheme": scheme, "group_size": group_size}})
-        )
+        config = load_config(write_pair_yaml(tmp_path, target={**settings, "quantize": {"scheme": scheme, "group_size": group_size}}))
         run_convert(config, "target", force=True)
         run_quantize(config, "target", force=True)
         return config.dir_of("target", "checkpoint"), config.dir_of("target", "quantized")

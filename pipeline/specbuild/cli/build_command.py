@@ -17,7 +17,9 @@ from specbuild.config import Role, load_config
 @only_option
 @force_option
 def command(config: Path, only: Role | None, force: bool) -> None:
-    """Build an engine from each quantized checkpoint.
+    """Build both engines.
+
+    Each is made from its quantized checkpoint.
 
     \b
     specbuild build configs/demo.yaml --only draft

@@ -22,7 +22,9 @@ def command(
     url: str, prompt: str | None, prompt_file: Path | None, max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int,
     draft_len: int | None, stop: tuple[str, ...], stream: bool, timeout: float, as_json: bool,
 ) -> None:  # fmt: skip
-    """Stream an answer from a running server; the text goes to stdout.
+    """Stream an answer from a running server.
+
+    The text goes to stdout.
 
     \b
     specbuild call --prompt "def read_file(path):" --max-tokens 64

@@ -13,7 +13,9 @@ from specbuild.config import load_config
 @config_argument
 @json_option
 def command(config: Path, as_json: bool) -> None:
-    """Check a pair without reading weights: files, shapes, schemes, tokenizers, limits.
+    """Check a pair without reading weights.
+
+    Files, shapes, schemes, tokenizers, limits: the first thing that cannot work is one error.
 
     \b
     specbuild check configs/demo.yaml

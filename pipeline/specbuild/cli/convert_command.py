@@ -17,7 +17,7 @@ from specbuild.convert import run_convert
 @only_option
 @force_option
 def command(config: Path, only: Role | None, force: bool) -> None:
-    """Convert both models from Hugging Face to TensorRT-LLM checkpoints.
+    """Convert both models to TensorRT-LLM checkpoints.
 
     \b
     specbuild convert configs/demo.yaml --only draft

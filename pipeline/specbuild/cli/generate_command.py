@@ -23,7 +23,9 @@ def command(
     config: Path, prompt: str | None, prompt_file: Path | None, max_tokens: int, temperature: float, top_k: int, top_p: float,
     seed: int, draft_len: int | None, stop: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
-    """Generate in this process, on the built engines; the text streams to stdout.
+    """Generate in this process, on the built engines.
+
+    The text streams to stdout.
 
     \b
     specbuild generate configs/demo.yaml --prompt "def read_file(path):" --max-tokens 64

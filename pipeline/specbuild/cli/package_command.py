@@ -14,7 +14,7 @@ from specbuild.package import run_package
 @config_argument
 @force_option
 def command(config: Path, force: bool) -> None:
-    """Write the Triton model repository of the built pair.
+    """Write the Triton model repository.
 
     \b
     specbuild package configs/demo.yaml

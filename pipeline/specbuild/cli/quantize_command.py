@@ -17,7 +17,7 @@ from specbuild.quantize import run_quantize
 @only_option
 @force_option
 def command(config: Path, only: Role | None, force: bool) -> None:
-    """Quantize both TensorRT-LLM checkpoints.
+    """Quantize both checkpoints.
 
     \b
     specbuild quantize configs/demo.yaml --only draft

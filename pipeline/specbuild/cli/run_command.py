@@ -15,7 +15,9 @@ from specbuild.verify import format_report
 @force_option
 @json_option
 def command(config: Path, force: bool, as_json: bool) -> None:
-    """Run check, convert, quantize, build and package, skipping what is up to date, then a short verify.
+    """Run all stages in order, then a short verify.
+
+    Check, convert, quantize, build and package; what is up to date is skipped.
 
     \b
     specbuild run configs/demo.yaml

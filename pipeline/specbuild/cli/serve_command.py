@@ -20,7 +20,9 @@ PORT = click.IntRange(1, 65535)
 @click.option("--address", default=LOOPBACK, show_default=True, help="Address to listen on; 0.0.0.0 = all.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=120, show_default=True, help="Seconds to wait until ready.")
 def command(config: Path, http_port: int, grpc_port: int, metrics_port: int, address: str, timeout: float) -> None:
-    """Serve the packaged repository with Triton, in the foreground, until Ctrl-C or SIGTERM. Logs go to stderr.
+    """Serve the repository with Triton.
+
+    In the foreground, until Ctrl-C or SIGTERM. Logs go to stderr.
 
     \b
     specbuild serve configs/demo.yaml --http-port 9000 --grpc-port 9001 --metrics-port 9002

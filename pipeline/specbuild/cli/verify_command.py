@@ -23,7 +23,9 @@ from specbuild.verify import DRAFT_LENS, format_report, load_prompts, run_verify
 )
 @json_option
 def command(config: Path, prompts: Path | None, max_tokens: int, draft_len: tuple[int, ...], as_json: bool) -> None:
-    """Compare speculative with plain decoding, token by token, on a set of prompts. A mismatch exits with 1.
+    """Compare speculative with plain decoding.
+
+    Token by token, on a set of prompts. A mismatch exits with 1.
 
     \b
     specbuild verify configs/demo.yaml

@@ -8,6 +8,7 @@ Weights lie beside the graph in weights.bin.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ def build(checkpoint: TllmCheckpoint, limits: Limits, out: Path, label: str) -> 
     shape = checkpoint.shape
     quantization = checkpoint.config["quantization"]
     scheme = scheme_of_algo(quantization["quant_algo"])
-    block = min(BLOCK[limits.kernels], quantization["group_size"]) if scheme.grouped else BLOCK[limits.kernels]
+    block = math.gcd(BLOCK[limits.kernels], quantization["group_size"]) if scheme.grouped else BLOCK[limits.kernels]
     with GraphBuilder(out, shape, checkpoint.entries(), scheme, block, limits) as builder:
         _add_decoder(builder, shape, label)
         builder.save()

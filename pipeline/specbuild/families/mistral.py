@@ -11,8 +11,9 @@ from specbuild.shape import ModelShape
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Read a Mistral config.json; a null sliding_window means full attention."""
-    return replace(llama.read_shape(config), window=config.get("sliding_window"), attn_bias=False, mlp_bias=False)
+    """Read a Mistral config.json; a null sliding_window means full attention, an absent one the defaults of transformers."""
+    values = {"sliding_window": 4096, "num_key_value_heads": 8, **config}
+    return replace(llama.read_shape(values), window=values["sliding_window"], attn_bias=False, mlp_bias=False)
 
 
 FAMILY = replace(llama.FAMILY, architecture="MistralForCausalLM", read_shape=read_shape)

@@ -32,5 +32,7 @@ def round_channels(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch
     exact = weight.float()
     scale = exact.abs().amax(dim=1, keepdim=True) / top
     ratio = exact / scale.masked_fill(scale == 0, 1.0)
-    q = (ratio.sign() * (ratio.abs() + 0.5).floor_()).clamp_(-top, top - 1).char()
+    whole = ratio.trunc()
+    away = (ratio - whole).abs_() >= 0.5  # exact, where adding a half would round 0.49999997 up
+    q = (whole + ratio.sign() * away).clamp_(-top, top - 1).char()
     return q, scale.to(weight.dtype).float()

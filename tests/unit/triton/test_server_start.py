@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -128,12 +129,17 @@ def wait_for_child(running):
     return int(running._lines[0])
 
 
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
-            return stat.read().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
+def is_alive(pid, patience=2.0):
+    """Whether a process is still there after a moment: one that was killed takes some time to go."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return False
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        time.sleep(0.01)
+    return True
 
 
 @pytest.mark.parametrize("body", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["clean", "deaf to SIGTERM"])
