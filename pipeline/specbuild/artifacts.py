@@ -51,7 +51,7 @@ def check_no_adapter(directory: Path) -> None:
     if (directory / "adapter_config.json").exists() and not any((directory / name).exists() for name in (INDEX, SINGLE)):
         kind = "a DoRA adapter" if load_json(directory / "adapter_config.json").get("use_dora") else "an adapter"
         raise CheckpointError(
-            f"Cannot convert {directory}: it is {kind}, expected a whole model. Merge it into its base model first (merge_and_unload in PEFT)."
+            f"Cannot convert {directory}: it is {kind}, expected a whole model. Merge it into its base model (PEFT: merge_and_unload)."
         )
 
 

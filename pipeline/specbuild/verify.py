@@ -20,6 +20,7 @@ from specbuild.spec.stats import SpecStats
 from specbuild.tokenizer import encode_prompt
 
 DRAFT_LENS = (1, 2, 4, 8)
+LARGEST_ROUNDING = 0.1  # of the logits' spread; 8-bit activations give up to 0.08, a cache off by one more than 1
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Divergence:
     """The first token at which a speculative answer left the plain one.
 
     top2_margin is how far the plain pass's best logit leads its second; rounding, the most that any logit there moves
-    when the same position is computed in a wider pass. A margin within twice the rounding is a near tie.
+    when the same position is computed in a wider pass; spread, the standard deviation of the logits there.
+    A margin within twice the rounding is a near tie, unless the rounding itself is too large to be one.
     """
 
     prompt: int
@@ -37,10 +39,12 @@ class Divergence:
     speculative_id: int | None
     top2_margin: float
     rounding: float
+    spread: float
 
     @property
     def near_tie(self) -> bool:
-        return self.plain_id is not None and self.speculative_id is not None and self.top2_margin <= 2 * self.rounding
+        both = self.plain_id is not None and self.speculative_id is not None
+        return both and self.top2_margin <= 2 * self.rounding and self.rounding <= LARGEST_ROUNDING * self.spread
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def find_divergence(pair: Pair, prompt: Sequence[int], plain: list[int], answer:
     best = np.sort(narrow)[-2:]
     rounding = max(float(np.abs(_logits_at(pair, tokens, width) - narrow).max()) for width in range(2, draft_len + 2))
     ids = [ids[position] if position < len(ids) else None for ids in (plain, answer)]
-    return Divergence(index, draft_len, position, ids[0], ids[1], float(best[1] - best[0]), rounding)
+    return Divergence(index, draft_len, position, ids[0], ids[1], float(best[1] - best[0]), rounding, float(narrow.std()))
 
 
 def _logits_at(pair: Pair, tokens: list[int], width: int) -> np.ndarray[Any, Any]:

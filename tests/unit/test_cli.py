@@ -18,7 +18,8 @@ def invoke(*arguments):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"]])
 def test_help_and_version_import_no_heavy_library(arguments):
-    code = f"import sys; from specbuild.cli import cli; cli({arguments}, standalone_mode=False); print([m for m in {HEAVY} if m in sys.modules])"
+    loaded = f"[name for name in {HEAVY} if name in sys.modules]"
+    code = f"import sys; from specbuild.cli import cli; cli({arguments}, standalone_mode=False); print({loaded})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
 

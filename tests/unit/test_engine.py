@@ -223,8 +223,9 @@ def cold(built, tokens, n):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("kind", "changes"), [VARIANTS[name] for name in ("GQA", "MHA", "biases", "window")], ids=["GQA", "MHA", "biases", "window"])  # fmt: skip
-def test_any_split_of_a_sequence_into_passes_gives_the_same_bits(make_engine, scheme, kind, changes):
+@pytest.mark.parametrize("variant", ["GQA", "MHA", "biases", "window"])
+def test_any_split_of_a_sequence_into_passes_gives_the_same_bits(make_engine, scheme, variant):
+    kind, changes = VARIANTS[variant]
     built = make_engine(scheme, kind, **changes)
     tokens = random_tokens(140)  # over the first growth of the cache, at 128
     expected = cold(built, tokens, 140)
@@ -307,7 +308,8 @@ def test_after_rejections_the_result_equals_a_cold_run(make_engine, slots):
         before = runner.tokens_computed
         runner.logits(drafted, k + 1)
         assert runner.tokens_computed - before == k + 1
-        tokens = drafted[: len(tokens) + int(rng.integers(0, k + 1))] + [int(rng.integers(1, VOCAB))]
+        accepted = int(rng.integers(0, k + 1))
+        tokens = [*drafted[: len(tokens) + accepted], int(rng.integers(1, VOCAB))]
     assert np.array_equal(runner.logits(tokens, 5), cold(built, tokens, 5))
 
 
@@ -359,7 +361,7 @@ def test_an_engine_runs_up_to_its_limit_and_refuses_one_token_more(make_engine):
     assert runner.max_seq_len == 500
     tokens = random_tokens(500)
     assert np.isfinite(runner.logits(tokens, 9)).all()
-    for wrong, n in ((tokens + [1], 1), ([], 1), (tokens[:3], 4), (tokens[:3], 0)):
+    for wrong, n in (([*tokens, 1], 1), ([], 1), (tokens[:3], 4), (tokens[:3], 0)):
         with pytest.raises(EngineError, match="expected 1 to 500 tokens"):
             runner.logits(wrong, n)
 

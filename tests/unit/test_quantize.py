@@ -21,6 +21,7 @@ from specbuild.quantize import run_quantize
 
 LINEARS = ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj")
 NIBBLES = hnp.arrays(np.int8, st.tuples(st.integers(1, 6).map(lambda n: 2 * n), st.integers(1, 9)), elements=st.integers(-8, 7))
+BELOW_HALF = float(np.nextafter(np.float32(0.5), np.float32(0)))
 FLOATS = st.floats(-1000, 1000, width=32, allow_subnormal=False)
 MATRICES = hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.just(64)), elements=FLOATS)
 
@@ -70,7 +71,7 @@ def test_group_scales_are_amax_over_7_and_halves_go_to_even():
         (4, [-16.0, 15.0, 14.9, 0.9, 0, 0, 0, 0], 2.0, [-8, 7, 7, 0, 0, 0, 0, 0]),
         (8, [0.0] * 8, 0.0, [0] * 8),
         # just below a half is zero, though adding a half in single precision gives one
-        (8, [128.0, np.nextafter(np.float32(0.5), np.float32(0)), -np.nextafter(np.float32(0.5), np.float32(0)), 0, 0, 0, 0, 0], 1.0, [127] + [0] * 7),
+        (8, [128.0, BELOW_HALF, -BELOW_HALF, 0, 0, 0, 0, 0], 1.0, [127] + [0] * 7),
     ],
 )  # fmt: skip
 def test_channel_rounding_by_hand(bits, row, scale, expected):
