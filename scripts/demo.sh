@@ -11,7 +11,7 @@ log="$(mktemp)"
 
 specbuild run configs/demo.yaml
 
-specbuild serve configs/demo.yaml --http-port "$http" --grpc-port "$grpc" --metrics-port "$metrics" 2>"$log" &
+specbuild serve configs/demo.yaml --http-port "$http" --grpc-port "$grpc" --metrics-port "$metrics" >"$log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; rm -f "$log"' EXIT
 until grep -q '^ready:' "$log"; do

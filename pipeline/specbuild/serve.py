@@ -6,6 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+import click
+
 from specbuild.config import PairConfig
 from specbuild.errors import ServingError
 from specbuild.progress import log
@@ -19,7 +21,7 @@ def run_serve(config: PairConfig, ports: Ports, address: str, timeout: float) ->
     try:
         server.start()
         server.wait_until_ready(timeout)
-        log(f"ready: gRPC {address}:{ports.grpc}, HTTP {address}:{ports.http}, metrics {address}:{ports.metrics}; stop with Ctrl-C")
+        click.echo(f"ready: gRPC {address}:{ports.grpc}, HTTP {address}:{ports.http}, metrics {address}:{ports.metrics}; stop with Ctrl-C")
         code = server.wait()
         raise ServingError(f"Triton ended with code {code} while serving; its log is above.")
     except KeyboardInterrupt:

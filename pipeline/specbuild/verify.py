@@ -20,6 +20,7 @@ from specbuild.spec.stats import SpecStats
 from specbuild.tokenizer import encode_prompt
 
 DRAFT_LENS = (1, 2, 4, 8)
+SELF_DRAFT_FLOOR = 0.95  # it is 1 unless the kernels round wider passes differently; below this a cache is out of step
 LARGEST_ROUNDING = 0.1  # of the logits' spread; 8-bit activations give up to 0.08, a cache off by one more than 1
 
 
@@ -62,6 +63,10 @@ class Report:
     acceptance_by_draft_len: dict[int, float]
     tokens_per_round: float
     divergences: tuple[Divergence, ...]
+
+    @property
+    def passed(self) -> bool:
+        return self.mismatches == 0 and self.self_draft_acceptance >= SELF_DRAFT_FLOOR
 
     def to_dict(self) -> dict[str, Any]:
         kinds = [{"kind": "near_tie" if d.near_tie else "mismatch", **asdict(d)} for d in self.divergences]

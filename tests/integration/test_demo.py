@@ -58,11 +58,11 @@ def url(built):
     for probe in probes:
         probe.close()
     options = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
-    with (built / "serve.log").open("w") as log:
-        process = subprocess.Popen([*SPECBUILD, "serve", str(DEMO), *map(str, options)], cwd=built, stderr=log, text=True)
+    with (built / "serve.out").open("w") as out, (built / "serve.log").open("w") as log:
+        process = subprocess.Popen([*SPECBUILD, "serve", str(DEMO), *map(str, options)], cwd=built, stdout=out, stderr=log)
     try:
         deadline = time.monotonic() + 120
-        while "\nready: " not in (built / "serve.log").read_text():
+        while not (built / "serve.out").read_text().startswith("ready: "):
             assert process.poll() is None, (built / "serve.log").read_text()[-2000:]
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -80,13 +80,15 @@ def test_channel_rounding_by_hand(bits, row, scale, expected):
     assert q.tolist() == [expected]
 
 
-def test_channels_are_rounded_with_the_scale_before_its_cast():
-    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    q, scale = round_channels(weight, 8)
-    expected, uncast = rounding_oracle.channels(weight.float().numpy(), 8)
-    cast = torch.from_numpy(uncast).bfloat16().float()
-    with_cast = np.round(weight.float().numpy() / cast.numpy())
-    assert not np.array_equal(with_cast.clip(-128, 127), expected)  # the case can tell the two apart
+@pytest.mark.parametrize("bits", [4, 8])
+def test_channels_are_rounded_with_the_scale_before_its_cast(bits):
+    """A power of two divides exactly, so the two scales differ only where float16 runs out of small numbers."""
+    weight = (torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * 1e-5).half()
+    q, scale = round_channels(weight, bits)
+    exact = weight.float().numpy()
+    expected, uncast = rounding_oracle.channels(exact, bits)
+    cast = torch.from_numpy(uncast).half().float()
+    assert not np.array_equal(np.round(exact / cast.numpy()).clip(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1), expected)
     assert np.array_equal(q.numpy(), expected)
     assert torch.equal(scale, cast)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ only_option = click.option("--only", type=click.Choice(ROLES), help="Only this m
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 
 
-_GENERATION_OPTIONS = (
+_GENERATION_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--prompt", help="The text to continue."),
     click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin."),
     click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
@@ -46,7 +47,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise click.UsageError("Give exactly one of --prompt and --prompt-file.")
     if prompt_file is not None:
         try:
-            prompt = click.get_text_stream("stdin").read() if str(prompt_file) == "-" else prompt_file.read_text(encoding="utf-8")
+            prompt = sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"Cannot read prompt file {prompt_file}: {error}. Give a UTF-8 text file, or - for stdin.") from None
     if not prompt:

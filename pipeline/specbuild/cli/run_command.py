@@ -27,5 +27,5 @@ def command(config: Path, force: bool, as_json: bool) -> None:
         echo_json(report.to_dict())
     else:
         click.echo(format_report(report))
-    if report.mismatches:
+    if not report.passed:
         raise SystemExit(1)

@@ -35,5 +35,5 @@ def command(config: Path, prompts: Path | None, max_tokens: int, draft_len: tupl
         echo_json(report.to_dict())
     else:
         click.echo(format_report(report))
-    if report.mismatches:
+    if not report.passed:
         raise SystemExit(1)

@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbuild import __version__
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.compilers.compiler import Limits, Runner
 from specbuild.errors import EngineError
@@ -74,7 +75,7 @@ def engine_config(checkpoint: TllmCheckpoint, limits: Limits, block: int) -> dic
     }  # fmt: skip
     own = {"compiler": "onnx-cpu", "kernels": limits.kernels, "block_size": block, "accuracy_level": 4,
            "onnxruntime": find_version("onnxruntime"), "onnx": find_version("onnx")}  # fmt: skip
-    return {"version": "1.0.0", "pretrained_config": dict(checkpoint.config), "build_config": build_config, "specbuild": own}
+    return {"version": __version__, "pretrained_config": dict(checkpoint.config), "build_config": build_config, "specbuild": own}
 
 
 def _add_decoder(builder: GraphBuilder, shape: ModelShape, label: str) -> None:

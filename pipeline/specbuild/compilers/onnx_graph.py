@@ -24,11 +24,12 @@ Array = np.ndarray[Any, Any]
 
 
 class GraphBuilder:
-    """Adds a decoder's nodes and streams its weights to weights.bin. Shapes: B sequences, S new tokens each, T cache capacity.
+    """Adds a decoder's nodes and streams its weights to weights.bin.
 
-    Inputs: input_ids (B, S) int64; positions (B, S) int64; cells (B, kv_heads, S, 3) int64, the (sequence, head, place)
-    of each new token in the cache; mask (B, 1, G * S, T) bool, what each new token may attend to, once per query head of a group; rows (B, R, 1) int64, the new tokens whose logits are wanted.
-    Output: logits (B, R, vocab).
+    Shapes: B sequences, S new tokens each, T places in the cache, G query heads per key-value head.
+    Inputs: input_ids (B, S) int64; positions (B, S) int64; cells (B, kv_heads, S, 3) int64, the (sequence, head, place) of each
+    new token in the cache; mask (B, 1, G * S, T) bool, what each new token may attend to, once per query head of a group;
+    rows (B, R, 1) int64, the new tokens whose logits are wanted. Output: logits (B, R, vocab).
     """
 
     def __init__(
