@@ -8,7 +8,7 @@ COPY model_repo model_repo
 COPY scripts/constraints.txt scripts/constraints.txt
 RUN pip install --no-cache-dir --constraint scripts/constraints.txt ".[cpu,serve]" \
     && useradd --create-home --uid 10001 specbuild
-USER specbuild
+USER 10001
 WORKDIR /work
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=3)"]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
-from typing_extensions import Self
 
 from specbuild.compilers.compiler import Limits
 from specbuild.compilers.nbits import pack_blocks
@@ -50,7 +49,7 @@ class GraphBuilder:
         self._counter = 0
         self._add_rotary_tables(limits.max_seq_len + limits.max_draft_len)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> GraphBuilder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
