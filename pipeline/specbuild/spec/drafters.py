@@ -21,13 +21,14 @@ class ModelDrafter:
         """See `Drafter`. Nothing follows an end token; the distributions are those that were drawn from."""
         sequence = list(tokens)
         rows: list[Probs] = []
-        for u in uniforms(sampling.seed, len(tokens), k)[:, DRAW]:
+        numbers = None if sampling.greedy else uniforms(sampling.seed, len(tokens), k)[:, DRAW]
+        for i in range(k):
             logits = self.model.logits(sequence, 1)
-            if sampling.greedy:
+            if numbers is None:
                 sequence.append(int(argmax(logits)[0]))
             else:
                 rows.append(probs(logits, sampling)[0])
-                sequence.append(draw(rows[-1], u))
+                sequence.append(draw(rows[-1], numbers[i]))
             if sequence[-1] in sampling.end_ids:
                 break
         return Draft(tuple(sequence[len(tokens) :]), np.stack(rows) if rows else None)
