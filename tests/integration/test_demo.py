@@ -21,7 +21,7 @@ from specbuild.verify import load_prompts, run_verify
 pytestmark = pytest.mark.triton
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 SPECBUILD = [sys.executable, "-c", "from specbuild.cli import main; main()"]
-PROMPT = "def read_lines(path):\n"
+PROMPT = 'def read_lines(path):\n    """Return the lines of a file.'
 
 
 def specbuild(directory, *arguments, code=0):

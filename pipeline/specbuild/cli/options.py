@@ -21,6 +21,13 @@ only_option = click.option("--only", type=click.Choice(ROLES), help="Only this m
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 
 
+def check_stop(_ctx: click.Context, _param: click.Parameter, stop: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse an empty stop string here: on the wire it means none."""
+    if "" in stop:
+        raise ConfigError("Cannot stop at an empty string: expected --stop with text. Leave it out.")
+    return stop
+
+
 _GENERATION_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--prompt", help="The text to continue."),
     click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin."),
@@ -30,7 +37,7 @@ _GENERATION_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the likeliest tokens of this mass."),
     click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same answer."),
     click.option("--draft-len", type=int, help="Tokens drafted per round; 0 = plain decoding.  [default: as packaged]"),
-    click.option("--stop", multiple=True, help="End the answer before this text; repeatable."),
+    click.option("--stop", multiple=True, callback=check_stop, help="End the answer before this text; repeatable."),
 )
 
 
