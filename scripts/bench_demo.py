@@ -14,14 +14,19 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from specbuild.compilers import Runner
 from specbuild.config import load_config
 from specbuild.generate import run_generate
-from specbuild.pair import open_pair
+from specbuild.pair import Pair, open_pair
 from specbuild.provenance import find_version
+from specbuild.spec.drafters import ModelDrafter
 from specbuild.spec.sampling import Sampling
 from specbuild.tokenizer import encode_prompt
 from specbuild.triton.client import stream_generate
@@ -61,6 +66,45 @@ def report(name: str, decode: Decode, prompts: list[str], draft_len: int, runs: 
     print(
         f"{name:10} speculative / plain {statistics.median(ratios):.2f} (min {ratios[0]:.2f}, max {ratios[-1]:.2f}, {runs} pairs of runs)"
     )
+
+
+class Timed:
+    """A runner that adds up the time spent in it."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self.seconds = runner, 0.0
+
+    def logits(self, tokens: Sequence[int], n: int) -> np.ndarray[Any, Any]:
+        start = time.perf_counter()
+        rows = self._runner.logits(tokens, n)
+        self.seconds += time.perf_counter() - start
+        return rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+def report_split(pair: Pair, prompts: list[str], max_tokens: int) -> None:
+    """Print where the time of a round goes, after the first (which reads the prompt)."""
+    target, draft = Timed(pair.target), Timed(pair.draft)
+    pair = replace(pair, target=target, draft=draft, drafter=ModelDrafter(draft))
+    for draft_len in (0, pair.draft_len):
+        rounds = tokens = 0
+        seconds = target_seconds = draft_seconds = 0.0
+        for prompt in prompts:
+            pair.reset()
+            for index, step in enumerate(
+                pair.steps(encode_prompt(pair.tokenizer, prompt), Sampling(end_ids=pair.end_ids), max_tokens, draft_len)
+            ):
+                if index == 0:
+                    start, target.seconds, draft.seconds = time.perf_counter(), 0.0, 0.0
+                else:
+                    rounds, tokens = rounds + 1, tokens + len(step.tokens)
+            seconds += time.perf_counter() - start
+            target_seconds, draft_seconds = target_seconds + target.seconds, draft_seconds + draft.seconds
+        total, verify, drafting = (1e3 * value / rounds for value in (seconds, target_seconds, draft_seconds))
+        split = f"target {verify:.2f}, draft {drafting:.2f}, loop {total - verify - drafting:.2f}"
+        print(f"a round at draft_len {draft_len}: {total:.2f} ms ({split}) for {tokens / rounds:.2f} tokens")
 
 
 def free_ports() -> Ports:
@@ -105,6 +149,7 @@ def main() -> None:
         return count, time.perf_counter() - start, first, chunk.drafted, chunk.accepted
 
     report("in process", in_process, prompts, pair.draft_len, args.runs)
+    report_split(pair, prompts, args.max_tokens)
     with Server(config.repository_dir, ports) as server:
         server.wait_until_ready()
         report("served", served, prompts, pair.draft_len, args.runs)
