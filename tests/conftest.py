@@ -20,6 +20,13 @@ TINY = {
     "bos_token_id": None, "eos_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 
+KINDS = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"), "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"), "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM"), "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+}  # fmt: skip
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _offline(tmp_path_factory):
@@ -48,7 +55,7 @@ def tokenizer():
 def make_model(tmp_path_factory, tokenizer):
     """Return make(kind, seed=, dtype=, **config): a saved random model's directory; the same arguments give the same directory.
 
-    kind is "llama" or "mistral". Norms are not ones and biases not zero, so that a lost one shows in the logits.
+    kind is a key of KINDS. Norms are not ones and biases not zero, so that a lost one shows in the logits.
     """
     made = {}
 
@@ -70,11 +77,8 @@ def write_model(directory, kind, seed, dtype, max_shard_size, config):
     import transformers
 
     torch.manual_seed(seed)
-    config_class, model_class = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    }[kind]
-    model = model_class(config_class(**config))
+    config_class, model_class = (getattr(transformers, name) for name in KINDS[kind])
+    model = model_class(config_class(**copy.deepcopy(config)))  # transformers writes into nested values
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

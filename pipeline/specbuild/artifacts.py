@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from specbuild.config import ModelConfig
 from specbuild.errors import CheckpointError, ConfigError, EngineError
 from specbuild.shape import ModelShape
 from specbuild.tensorfile import TensorEntry, read_header
+from specbuild.tllm_config import check_tllm_config, shape_from_tllm
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -35,8 +37,8 @@ def load_json(path: Path, error: type[Exception] = CheckpointError) -> dict[str,
 
 def find_model_dir(model: ModelConfig, yaml_path: Path, *, weights: bool) -> Path:
     """Return the directory of a model: a local one relative to the YAML, else a hub snapshot (with weights only if asked)."""
-    local = yaml_path.parent / Path(model.model).expanduser()
-    if local.is_dir():
+    local = local_dir(model, yaml_path)
+    if is_local(model, yaml_path):
         if model.revision is not None:
             raise ConfigError(f"Cannot use revision {model.revision!r} of {model.model}: it is a local directory. Remove `revision`.")
         check_no_adapter(local)
@@ -44,6 +46,16 @@ def find_model_dir(model: ModelConfig, yaml_path: Path, *, weights: bool) -> Pat
     if model.model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model.model):
         raise ConfigError(f"Cannot find model {model.model}: {local} is not a directory. Paths are relative to {yaml_path}.")
     return _fetch_from_hub(model, local, weights)
+
+
+def local_dir(model: ModelConfig, yaml_path: Path) -> Path:
+    """Return where a model would lie as a directory."""
+    return yaml_path.parent / os.path.expanduser(model.model)  # noqa: PTH111  Path.expanduser raises for an unknown user
+
+
+def is_local(model: ModelConfig, yaml_path: Path) -> bool:
+    """Tell whether a model is a directory, relative to the YAML, and not a hub id."""
+    return local_dir(model, yaml_path).is_dir()
 
 
 def check_no_adapter(directory: Path) -> None:
@@ -126,7 +138,10 @@ def find_end_ids(directory: Path) -> tuple[int, ...]:
         if (directory / file).exists():
             value = load_json(directory / file).get("eos_token_id")
             if value is not None:
-                return tuple(value) if isinstance(value, list) else (value,)
+                ids = tuple(value) if isinstance(value, list) else (value,)
+                if not all(type(token) is int and token >= 0 for token in ids):
+                    raise CheckpointError(f"Cannot use eos_token_id {value!r} of {directory / file}: expected token ids. Mend it.")
+                return ids
     return ()
 
 
@@ -141,6 +156,7 @@ class TllmCheckpoint:
     @classmethod
     def open(cls, directory: Path) -> TllmCheckpoint:
         config = load_json(directory / "config.json")
+        check_tllm_config(config, directory / "config.json")
         checkpoint = cls(directory, config, shape_from_tllm(config))
         for path in checkpoint.rank_files:
             if not path.exists():
@@ -157,49 +173,27 @@ class TllmCheckpoint:
         return read_header(self.rank_files[rank])
 
 
-def shape_from_tllm(config: Mapping[str, Any]) -> ModelShape:
-    """Read a TensorRT-LLM config.json back into a shape."""
-    return ModelShape(
-        architecture=config["architecture"], layers=config["num_hidden_layers"], hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"], heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_size"], vocab=config["vocab_size"], max_positions=config["max_position_embeddings"],
-        rope_theta=config["rotary_base"], norm_eps=config["norm_epsilon"], hidden_act=config["hidden_act"],
-        tied=config["tie_word_embeddings"], attn_bias=config["attn_bias"], mlp_bias=config["mlp_bias"],
-        window=config.get("sliding_window"),
-    )  # fmt: skip
-
-
-def shape_to_tllm(shape: ModelShape) -> dict[str, Any]:
-    """Return the keys of a TensorRT-LLM config.json that describe a shape."""
-    window = {} if shape.window is None else {"sliding_window": shape.window}
-    return {
-        "architecture": shape.architecture, "num_hidden_layers": shape.layers, "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
-        "head_size": shape.head_dim, "vocab_size": shape.vocab, "max_position_embeddings": shape.max_positions,
-        "position_embedding_type": "rope_gpt_neox", "rotary_base": shape.rope_theta, "rotary_scaling": None,
-        "norm_epsilon": shape.norm_eps, "hidden_act": shape.hidden_act, "tie_word_embeddings": shape.tied,
-        "attn_bias": shape.attn_bias, "mlp_bias": shape.mlp_bias, **window,
-    }  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Engine:
     """A built engine: its directory and config.json (TensorRT-LLM's schema plus our own section)."""
 
     directory: Path
     config: Mapping[str, Any]
-    shape: ModelShape
 
     @classmethod
     def open(cls, directory: Path) -> Engine:
         if not directory.is_dir():
             raise EngineError(f"Cannot open engine {directory}: it does not exist. Run `specbuild build` first.")
-        config = load_json(directory / "config.json", EngineError)
-        return cls(directory, config, shape_from_tllm(config["pretrained_config"]))
+        return cls(directory, load_json(directory / "config.json", EngineError))
 
     @property
     def compiler(self) -> str:
-        return str(self.config["specbuild"]["compiler"])
+        """The name of the compiler; trtllm-build's own config.json has no section of ours."""
+        return str(self.config.get("specbuild", {"compiler": "tensorrt"})["compiler"])
+
+    @property
+    def shape(self) -> ModelShape:
+        return shape_from_tllm(self.config["pretrained_config"])
 
     @property
     def max_batch_size(self) -> int:

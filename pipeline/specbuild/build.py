@@ -3,28 +3,68 @@
 from __future__ import annotations
 
 from specbuild.artifacts import TllmCheckpoint
-from specbuild.check import check_context
+from specbuild.check import check_context, load_shape
 from specbuild.compilers import Limits, find_compiler
-from specbuild.config import PairConfig, Role
+from specbuild.config import ROLES, PairConfig, Role
 from specbuild.provenance import Record, digest_artifact, make_artifact
-from specbuild.quant import scheme_of_algo
+from specbuild.quant import find_scheme, scheme_of_algo
 from specbuild.shape import ModelShape
 
 
 def run_build(config: PairConfig, role: Role, force: bool = False) -> bool:
     """Write `<workdir>/<role>/engine`; return whether it was made anew."""
-    compiler = find_compiler(config.build.compiler)
+    record = check_build(config, role)
     source = TllmCheckpoint.open(config.dir_of(role, "quantized"))
-    quantization, world_size = source.config["quantization"], source.config["mapping"]["world_size"]
-    compiler.check(source.shape, scheme_of_algo(quantization["quant_algo"]), quantization.get("group_size", 0), world_size)
-    check_context(config, role, source.shape)
     limits = make_limits(config, role, source.shape)
-    parameters = {"compiler": config.build.compiler, **vars(limits)}
-    record = Record("build", parameters, {"checkpoint": digest_artifact(source.directory)}, compiler.PACKAGES)
+    compiler = find_compiler(config.build.compiler)
     return make_artifact(config.dir_of(role, "engine"), record, force, lambda out: compiler.build(source, limits, out, role))
+
+
+def check_build(config: PairConfig, role: Role) -> Record:
+    """Check the checkpoint, the pair (as far as it is quantized) and this machine; return what the engine depends on."""
+    compiler = find_compiler(config.build.compiler)
+    sources = {
+        each: TllmCheckpoint.open(config.dir_of(each, "quantized"))
+        for each in ROLES
+        if each == role or config.dir_of(each, "quantized").is_dir()
+    }
+    source = sources[role]
+    quantization, mapping = source.config["quantization"], source.config["mapping"]
+    scheme = scheme_of_algo(quantization["quant_algo"])
+    compiler.check(source.shape, scheme, quantization.get("group_size", 0), mapping["tp_size"], mapping["pp_size"])
+    check_context(config, role, source.shape)
+    compiler.check_pair(config, {each: checkpoint.shape for each, checkpoint in sources.items()})
+    limits = make_limits(config, role, source.shape)
+    used = {name: getattr(limits, name) for name in compiler.LIMITS}
+    parameters = {"compiler": config.build.compiler, **used, **compiler.check_machine(scheme)}
+    return Record("build", parameters, {"checkpoint": digest_artifact(source.directory)}, compiler.PACKAGES)
+
+
+def check_machine(config: PairConfig) -> None:
+    """Raise EngineError when this machine cannot build one of the models."""
+    for role in ROLES:
+        find_compiler(config.build.compiler).check_machine(find_scheme(config.model_of(role).quantize.scheme))
+
+
+def describe_build(config: PairConfig, roles: tuple[Role, ...]) -> str:
+    """Return what a build would run and write, from each model's config.json alone."""
+    compiler = find_compiler(config.build.compiler)
+    shapes = {role: load_shape(config, role)[2] for role in ROLES}
+    compiler.check_pair(config, shapes)
+    blocks = []
+    for role in roles:
+        model, settings, shape = config.model_of(role), config.model_of(role).quantize, shapes[role]
+        group = f" group {settings.group_size}" if find_scheme(settings.scheme).grouped else ""
+        head = f"# {role}: {shape.architecture}, {model.dtype}, {settings.scheme}{group}, tp {model.tp}, pp {model.pp}"
+        limits = make_limits(config, role, shape)
+        checkpoint_dir, engine_dir = config.dir_of(role, "quantized"), config.dir_of(role, "engine")
+        blocks.append("\n".join([head, *compiler.describe(checkpoint_dir, limits, engine_dir, model.tp * model.pp)]))
+    return "\n\n".join(blocks)
 
 
 def make_limits(config: PairConfig, role: Role, shape: ModelShape) -> Limits:
     """Return what an engine of this pair is built for: only the target takes drafted tokens, and a draft may have a shorter context."""
     max_seq_len = min(config.build.max_seq_len, shape.max_positions)
-    return Limits(config.build.max_batch_size, max_seq_len, config.max_draft_len if role == "target" else 0, config.build.kernels)
+    max_draft_len = config.max_draft_len if role == "target" else 0
+    gather_logits = config.speculation.acceptance == "rejection"
+    return Limits(config.build.max_batch_size, max_seq_len, max_draft_len, config.build.kernels, gather_logits)

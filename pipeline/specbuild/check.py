@@ -6,18 +6,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specbuild.artifacts import HFCheckpoint, find_end_ids, find_model_dir, load_json
+from specbuild.artifacts import HFCheckpoint, find_end_ids, find_model_dir, is_local, load_json
 from specbuild.compilers import COMPILERS, find_compiler
 from specbuild.config import ROLES, PairConfig, Role
 from specbuild.convert import check_parallel, check_tensors, place_tensors
 from specbuild.errors import ConfigError
-from specbuild.families import find_family
+from specbuild.families import Family, find_family
 from specbuild.quant import find_scheme
-from specbuild.quantize import check_groups
+from specbuild.quantize import check_calibrated, check_groups
 from specbuild.shape import ModelShape
 from specbuild.spec.accept import RULES
 from specbuild.spec.drafters import DRAFTERS
-from specbuild.tokenizer import load_tokenizer
+from specbuild.tokenizer import count_ids, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class PairReport:
 def check_pair(config: PairConfig) -> PairReport:
     """Check both models, then how they fit together; raise SpecbuildError at the first thing that cannot work."""
     check_names(config)
-    reports = {role: check_model(config, role) for role in ROLES}
+    loaded = {role: load_shape(config, role) for role in ROLES}
+    find_compiler(config.build.compiler).check_pair(config, {role: shape for role, (_, _, shape) in loaded.items()})
+    reports = {role: check_model(config, role, *loaded[role]) for role in ROLES}
     check_vocabularies(config)
     target, draft = reports["target"], reports["draft"]
     warnings = []
@@ -78,38 +80,55 @@ def check_names(config: PairConfig) -> None:
         if name not in table:
             raise ConfigError(f"Cannot use {what} {name!r}: expected one of {', '.join(table)}.")
     for role in ROLES:
-        find_scheme(config.model_of(role).quantize.scheme)
+        settings = config.model_of(role).quantize
+        check_calibrated(find_scheme(settings.scheme))
+        if settings.kv_cache is not None:
+            raise ConfigError(
+                f"Cannot build the {role} with kv_cache {settings.kv_cache!r} for drafted tokens: TensorRT-LLM turns paged context "
+                "attention off with it, which they need, and onnx-cpu has float32 only. Use kv_cache: null."
+            )
     if config.speculation.draft_len > config.max_draft_len:
         raise ConfigError(
             f"Cannot draft {config.speculation.draft_len} tokens with max_draft_len {config.max_draft_len}. Raise build.max_draft_len."
         )
+    if config.build.max_beam_width != 1:
+        raise ConfigError(
+            f"Cannot build for max_beam_width {config.build.max_beam_width}: drafted tokens are verified along one beam only, expected 1. "
+            "Remove build.max_beam_width."
+        )
 
 
-def check_model(config: PairConfig, role: Role) -> ModelReport:
-    """Check one model's files, shape, scheme and ranks."""
+def check_model(config: PairConfig, role: Role, directory: Path, family: Family, shape: ModelShape) -> ModelReport:
+    """Check one model's weight files and tokenizer against its shape."""
     model = config.model_of(role)
-    directory = find_model_dir(model, config.path, weights=False)
-    values = load_json(directory / "config.json")
-    family = find_family(values)
-    shape = family.read_shape(values)
-    check_parallel(shape, model)
-    scheme = find_scheme(model.quantize.scheme)
-    check_groups(shape, scheme, model.quantize.group_size, model.tp)
-    find_compiler(config.build.compiler).check(shape, scheme, model.quantize.group_size, model.tp * model.pp)
-    check_context(config, role, shape)
-    seen = Path(config.path.parent / model.model).is_dir()
+    seen = is_local(model, config.path)
     if seen:
         check_tensors(HFCheckpoint.open(directory), family, list(place_tensors(family, shape, model.pp)), shape)
-    entries = load_tokenizer(directory).get_vocab_size()
+    entries = count_ids(load_tokenizer(directory))
     if entries > shape.vocab:
         raise ConfigError(
             f"Cannot use {model.model}: its tokenizer has {entries} tokens, its model only {shape.vocab} rows. Use the "
             "tokenizer it was trained with."
         )
     return ModelReport(
-        str(directory), shape.architecture, count_parameters(shape), model.dtype, scheme.name, f"tp {model.tp}, pp {model.pp}",
+        str(directory), shape.architecture, count_parameters(shape), model.dtype, model.quantize.scheme, f"tp {model.tp}, pp {model.pp}",
         shape.max_positions, shape.vocab, entries, find_end_ids(directory), seen,
     )  # fmt: skip
+
+
+def load_shape(config: PairConfig, role: Role) -> tuple[Path, Family, ModelShape]:
+    """Read a model's config.json and check all that it alone tells; return the model's directory, family and shape."""
+    model = config.model_of(role)
+    directory = find_model_dir(model, config.path, weights=False)
+    values = load_json(directory / "config.json")
+    family = find_family(values)
+    shape = family.read_shape(values)
+    check_parallel(shape, model)
+    scheme, group_size = find_scheme(model.quantize.scheme), model.quantize.group_size
+    check_groups(shape, scheme, group_size, model.tp)
+    find_compiler(config.build.compiler).check(shape, scheme, group_size, model.tp, model.pp)
+    check_context(config, role, shape)
+    return directory, family, shape
 
 
 def check_context(config: PairConfig, role: Role, shape: ModelShape) -> None:

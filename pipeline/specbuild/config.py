@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +17,9 @@ Role = Literal["target", "draft"]
 ROLES: tuple[Role, ...] = ("target", "draft")
 
 
+PRINTABLE = r"^[^\x00-\x1f]+$"
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -25,12 +30,13 @@ class QuantizeConfig(_Section):
     scheme: str = Field("full_prec", description="one of SCHEMES")
     group_size: Annotated[int, Field(ge=1)] = Field(128, description="input columns that share a scale, where the scheme has groups")
     calibration: None = Field(None, description="null: round to nearest, with prequant scales of one")
+    kv_cache: Literal["int8", "fp8"] | None = Field(None, description="only null, the model's dtype: drafted tokens need it")
 
 
 class ModelConfig(_Section):
     """A model and how it is stored."""
 
-    model: Annotated[str, Field(min_length=1)] = Field(description="a directory, relative to the YAML file, or a hub id")
+    model: Annotated[str, Field(pattern=PRINTABLE)] = Field(description="a directory, relative to the YAML file, or a hub id")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="dtype of the checkpoint")
     tp: Annotated[int, Field(ge=1)] = Field(1, description="tensor parallel ranks")
@@ -52,6 +58,7 @@ class BuildConfig(_Section):
     compiler: str = Field("onnx-cpu", description="one of COMPILERS")
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = Field(8, description="sequences in one pass")
     max_seq_len: Annotated[int, Field(ge=2)] = Field(1024, description="prompt and output tokens together")
+    max_beam_width: Annotated[int, Field(ge=1)] = Field(1, description="only 1: drafted tokens are verified along one beam")
     max_draft_len: Annotated[int, Field(ge=0, le=64)] | None = Field(
         None, description="most drafted tokens a request may ask for; default 8, or draft_len"
     )
@@ -64,7 +71,9 @@ class PairConfig(_Section):
     """The whole YAML, and where it was read."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    workdir: str | None = Field(None, description="relative to the current directory, or absolute; default build/<name>")
+    workdir: Annotated[str, Field(pattern=PRINTABLE)] | None = Field(
+        None, description="relative to the current directory, or absolute; default build/<name>"
+    )
     target: ModelConfig
     draft: ModelConfig
     speculation: SpeculationConfig = SpeculationConfig()
@@ -73,7 +82,7 @@ class PairConfig(_Section):
 
     @property
     def work_dir(self) -> Path:
-        return Path(self.workdir or f"build/{self.name}").expanduser()
+        return Path(os.path.expanduser(self.workdir or f"build/{self.name}"))  # noqa: PTH111  Path.expanduser raises for an unknown user
 
     def model_of(self, role: Role) -> ModelConfig:
         return self.target if role == "target" else self.draft
@@ -90,13 +99,24 @@ class PairConfig(_Section):
         return self.work_dir / "model_repository"
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key given twice is an error: the last one would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for index, key in enumerate(keys) if key in keys[:index]]
+        if twice:
+            raise yaml.constructor.ConstructorError(problem=f"key {twice[0]!r} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: Path) -> PairConfig:
     """Read and check a YAML file; raise ConfigError with one line that names the first wrong key or value."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"Cannot read config {path}: {error.strerror}. Give the path of a YAML file.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"Cannot read config {path}: not valid YAML ({' '.join(str(error).split())}).") from None
     if not isinstance(values, dict):
         raise ConfigError(f"Cannot use config {path}: expected a mapping with name, target and draft, found {type(values).__name__}.")

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbuild.artifacts import HFCheckpoint, find_model_dir, shape_to_tllm
+from specbuild.artifacts import HFCheckpoint, find_model_dir
 from specbuild.config import ModelConfig, PairConfig, Role
 from specbuild.errors import CheckpointError
 from specbuild.families import Family, TensorRule, find_family
 from specbuild.progress import bar
 from specbuild.provenance import Record, digest_files, make_artifact
 from specbuild.shape import ModelShape
-from specbuild.tensorfile import FLOATS, TensorSpec, TensorWriter, torch_dtype
+from specbuild.tensorfile import FLOATS, TensorSpec, TensorWriter, find_not_finite, run_each, torch_dtype
+from specbuild.tllm_config import check_tllm_config, shape_to_tllm
 
 if TYPE_CHECKING:
     import torch
@@ -46,13 +47,15 @@ def run_convert(config: PairConfig, role: Role, force: bool = False) -> bool:
 
 
 def write_checkpoint(source: HFCheckpoint, model: ModelConfig, out: Path, label: str) -> None:
-    """Write config.json and one safetensors file per rank. Memory holds one joined tensor at a time."""
+    """Write config.json and one safetensors file per rank. Memory holds a few joined tensors at a time."""
     family = find_family(source.config)
     shape = family.read_shape(source.config)
     check_parallel(shape, model)
     placed = list(place_tensors(family, shape, model.pp))
     check_tensors(source, family, placed, shape)
-    (out / "config.json").write_text(json.dumps(tllm_config(shape, model), indent=2) + "\n")
+    config = make_tllm_config(family, shape, model)
+    check_tllm_config(config, out / "config.json")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     plans: list[list[TensorSpec]] = [[] for _ in range(model.tp * model.pp)]
     for item in placed:
         shape_of_rank = split_shape(joined_shape(source, item), item.rule, shape, model.tp)
@@ -62,21 +65,25 @@ def write_checkpoint(source: HFCheckpoint, model: ModelConfig, out: Path, label:
         writers = [TensorWriter(out / f"rank{rank}.safetensors", plan) for rank, plan in enumerate(plans)]
         for writer in writers:
             stack.callback(writer.abort)
-        for item in placed:
+
+        def write(item: Placed) -> int:
             parts = load_parts(source, item, model.dtype)
-            for tp_rank in range(model.tp):
-                piece = split_tensor(parts, item.rule, shape, model.tp, tp_rank)
-                writers[item.pp_rank * model.tp + tp_rank].write(item.name, piece)
-                progress.update(piece.nbytes)
+            pieces = [split_tensor(parts, item.rule, shape, model.tp, tp_rank) for tp_rank in range(model.tp)]
+            for writer, piece in zip(writers[item.pp_rank * model.tp :], pieces, strict=False):
+                writer.write(item.name, piece)
+            return sum(piece.nbytes for piece in pieces)
+
+        for nbytes in run_each(write, placed):
+            progress.update(nbytes)
         for writer in writers:
             writer.close()
 
 
-def tllm_config(shape: ModelShape, model: ModelConfig) -> dict[str, Any]:
+def make_tllm_config(family: Family, shape: ModelShape, model: ModelConfig) -> dict[str, Any]:
     """Return the config.json of an unquantized TensorRT-LLM checkpoint."""
     return {
-        **shape_to_tllm(shape), "dtype": model.dtype, "logits_dtype": "float32",
-        "use_parallel_embedding": False, "embedding_sharding_dim": 0,
+        **shape_to_tllm(shape), **family.tllm_keys, "dtype": model.dtype, "logits_dtype": "float32",
+        "use_parallel_embedding": family.shares_embedding and model.tp > 1, "embedding_sharding_dim": 0,
         "mapping": {"world_size": model.tp * model.pp, "tp_size": model.tp, "pp_size": model.pp},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
     }  # fmt: skip
@@ -115,6 +122,8 @@ def place_tensors(family: Family, shape: ModelShape, pp: int) -> Iterator[Placed
                 sources = tuple(source.format(i=layer) for source in rule.sources)
                 yield Placed(rule.name.format(i=layer % per_rank), rule, sources, layer // per_rank)
     for rule in whole[1:]:
+        if rule.name == "lm_head.weight" and family.shares_embedding and shape.tied and pp == 1:
+            continue  # the last rank of several has no embedding to share
         yield Placed(rule.name, rule, rule.sources, pp - 1)
 
 
@@ -139,11 +148,22 @@ def check_tensors(source: HFCheckpoint, family: Family, placed: list[Placed], sh
             raise CheckpointError(
                 f"Cannot convert {source.directory}: {' + '.join(item.sources)} is {found}, expected {expected} by config.json."
             )
+        if item.rule.split == "qkv" and len(item.sources) == 3:
+            check_rows(source, item, (shape.q_rows, shape.kv_rows, shape.kv_rows))
         for name in item.sources:
             if source.entries[name].dtype not in FLOATS:
                 raise CheckpointError(
                     f"Cannot convert {source.directory}: {name} is {source.entries[name].dtype}, expected one of {', '.join(FLOATS)}."
                 )
+
+
+def check_rows(source: HFCheckpoint, item: Placed, rows: tuple[int, ...]) -> None:
+    """Raise CheckpointError unless each source has its own number of rows and all have the same columns."""
+    columns = source.entries[item.sources[0]].shape[1:]
+    for name, count in zip(item.sources, rows, strict=True):
+        if source.entries[name].shape != (count, *columns):
+            found = source.entries[name].shape
+            raise CheckpointError(f"Cannot convert {source.directory}: {name} is {found}, expected {(count, *columns)} by config.json.")
 
 
 def expected_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
@@ -153,23 +173,25 @@ def expected_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
     part, kind = name.removeprefix("transformer.layers.").split(".", 1)[-1].rsplit(".", 1)
     linear = shape.linears().get(part)
     if linear is None:
-        return (shape.hidden,)
+        return (shape.head_dim,) if part in ("attention.q_layernorm", "attention.k_layernorm") else (shape.hidden,)
     return linear if kind == "weight" else linear[:1]
 
 
 def joined_shape(source: HFCheckpoint, item: Placed) -> tuple[int, ...]:
     """Return the shape of an item's sources joined along the rows."""
     shapes = [source.entries[name].shape for name in item.sources]
-    return (sum(s[0] for s in shapes), *shapes[0][1:])
+    return (sum(s[0] if s else 0 for s in shapes), *shapes[0][1:])
 
 
 def load_parts(source: HFCheckpoint, item: Placed, dtype: str) -> list[torch.Tensor]:
     """Read an item's sources, cast; raise CheckpointError for a value that is not finite, before or after the cast."""
     parts = []
     for name in item.sources:
-        part = source.entries[name].load().to(torch_dtype(DTYPE_NAMES[dtype]))
-        if not bool(part.isfinite().all()):
-            row = int((~part.isfinite()).reshape(part.shape[0], -1).any(dim=1).nonzero()[0])
+        part = source.entries[name].load()
+        if item.rule.offset:
+            part = part.float() + item.rule.offset  # in float32, before the cast
+        part = part.to(torch_dtype(DTYPE_NAMES[dtype]))
+        if (row := find_not_finite(part)) is not None:
             raise CheckpointError(
                 f"Cannot convert {name}: row {row} holds NaN or infinity as {dtype}. Fetch the model again, or use dtype float32."
             )
@@ -179,7 +201,7 @@ def load_parts(source: HFCheckpoint, item: Placed, dtype: str) -> list[torch.Ten
 
 def split_shape(full: tuple[int, ...], rule: TensorRule, shape: ModelShape, tp: int) -> tuple[int, ...]:
     """Return one rank's shape of a tensor."""
-    if rule.split == "rows":
+    if rule.split in ("rows", "gate_up"):
         return (full[0] // tp, *full[1:])
     if rule.split == "columns":
         return (full[0], full[1] // tp)
@@ -196,7 +218,12 @@ def split_tensor(parts: list[torch.Tensor], rule: TensorRule, shape: ModelShape,
     import torch
 
     if rule.split == "qkv":
+        if len(parts) == 1:
+            parts = list(torch.split(parts[0], [shape.q_rows, shape.kv_rows, shape.kv_rows]))
         return torch.cat([_take_heads(part, shape, tp, rank) for part in parts])
+    if rule.split == "gate_up":
+        gate, up = parts[0].chunk(2, dim=0)
+        return torch.cat((up.chunk(tp, dim=0)[rank], gate.chunk(tp, dim=0)[rank]))
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     if rule.split == "rows":
         return tensor.chunk(tp, dim=0)[rank]

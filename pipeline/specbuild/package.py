@@ -6,19 +6,23 @@ from pathlib import Path
 
 from specbuild.artifacts import Engine, find_end_ids, find_model_dir, load_json
 from specbuild.check import check_vocabularies
+from specbuild.compilers import find_compiler
 from specbuild.config import ROLES, PairConfig
 from specbuild.errors import EngineError
 from specbuild.provenance import Record, digest_artifact, digest_files, make_artifact
-from specbuild.tokenizer import load_tokenizer
+from specbuild.tokenizer import count_ids, load_tokenizer
 from specbuild.triton.repository import PairServing, check_repository, find_templates, write_repository
 
 
 def run_package(config: PairConfig, force: bool = False) -> bool:
     """Write `<workdir>/model_repository`; return whether it was made anew."""
     check_vocabularies(config)
-    engines = {role: Engine.open(config.dir_of(role, "engine")) for role in ROLES}
+    roles = ROLES if config.speculation.drafter == "model" else ROLES[:1]
+    engines = {role: Engine.open(config.dir_of(role, "engine")) for role in roles}
+    for engine in engines.values():
+        find_compiler(engine.compiler).check_serving(engine)
     tokenizer_dir = find_model_dir(config.target, config.path, weights=False)
-    serving = make_serving(config, engines["target"], engines["draft"], tokenizer_dir)
+    serving = make_serving(config, engines["target"], engines.get("draft"), tokenizer_dir)
     inputs: dict[str, str] = {role: digest_artifact(engine.directory) for role, engine in engines.items()}
     inputs["tokenizer"] = digest_files([tokenizer_dir / "tokenizer.json"])
     inputs["templates"] = digest_files(find_templates().rglob("*.py"))
@@ -32,7 +36,7 @@ def run_package(config: PairConfig, force: bool = False) -> bool:
     return make_artifact(config.repository_dir, record, force, make)
 
 
-def make_serving(config: PairConfig, target: Engine, draft: Engine, tokenizer_dir: Path) -> PairServing:
+def make_serving(config: PairConfig, target: Engine, draft: Engine | None, tokenizer_dir: Path) -> PairServing:
     """Return what the repository holds; one batch size and one context for all its models, the smaller of the engines'."""
     if config.speculation.draft_len > target.max_draft_len:
         raise EngineError(
@@ -42,9 +46,9 @@ def make_serving(config: PairConfig, target: Engine, draft: Engine, tokenizer_di
     end_ids = find_end_ids(tokenizer_dir)
     pad_id = load_json(tokenizer_dir / "config.json").get("pad_token_id")
     return PairServing(
-        name=config.name, target_engine=target.directory, draft_engine=draft.directory, tokenizer_dir=tokenizer_dir,
+        name=config.name, target_engine=target.directory, draft_engine=draft.directory if draft else None, tokenizer_dir=tokenizer_dir,
         draft_len=config.speculation.draft_len, max_draft_len=target.max_draft_len, rule=config.speculation.acceptance,
-        drafter=config.speculation.drafter, max_batch_size=min(target.max_batch_size, draft.max_batch_size),
-        context=target.max_seq_len, draft_context=draft.max_seq_len, end_ids=end_ids,
-        pad_id=pad_id if pad_id is not None else (end_ids or (0,))[0], vocab_size=load_tokenizer(tokenizer_dir).get_vocab_size(),
+        drafter=config.speculation.drafter, max_batch_size=min(engine.max_batch_size for engine in (target, draft) if engine),
+        context=target.max_seq_len, draft_context=draft.max_seq_len if draft else target.max_seq_len, end_ids=end_ids,
+        pad_id=pad_id if pad_id is not None else (end_ids or (0,))[0], vocab_size=count_ids(load_tokenizer(tokenizer_dir)),
     )  # fmt: skip

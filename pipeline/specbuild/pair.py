@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from specbuild.artifacts import Engine, find_end_ids, find_model_dir
+from specbuild.check import check_names
 from specbuild.compilers import Runner, find_compiler
 from specbuild.config import ROLES, PairConfig
 from specbuild.errors import ConfigError, EngineError
@@ -16,7 +17,7 @@ from specbuild.spec.drafters import DRAFTERS
 from specbuild.spec.loop import Drafter, Step, speculate
 from specbuild.spec.sampling import Sampling
 from specbuild.text import TextStep, TextStream, generate_text
-from specbuild.tokenizer import load_tokenizer
+from specbuild.tokenizer import count_ids, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Pair:
     """Target and draft runners with the tokenizer they share."""
 
     target: Runner
-    draft: Runner
+    draft: Runner | None  # None where the drafter needs no model
     drafter: Drafter
     tokenizer: Tokenizer
     end_ids: frozenset[int]
@@ -42,9 +43,10 @@ class Pair:
                 f"Cannot draft {length} tokens: the target engine was built for 0 to {self.max_draft_len}. Raise "
                 "speculation.draft_len and build again."
             )
+        draft_context = None if drafter is not None or self.draft is None else self.draft.max_seq_len
         return speculate(
             drafter or self.drafter, ModelVerifier(self.target, self.rule), prompt, sampling=sampling, max_tokens=max_tokens,
-            draft_len=length, context=self.target.max_seq_len, draft_context=self.draft.max_seq_len,
+            draft_len=length, context=self.target.max_seq_len, draft_context=draft_context,
         )  # fmt: skip
 
     def generate(
@@ -55,17 +57,21 @@ class Pair:
 
     def reset(self) -> None:
         """Forget every cached sequence, in both engines."""
-        self.target.reset()
-        self.draft.reset()
+        for runner in (self.target, self.draft):
+            if runner is not None:
+                runner.reset()
 
 
 def open_pair(config: PairConfig, slots: int = 1) -> Pair:
     """Open a pair's engines in this process; raise SpecbuildError when they are not built, or cannot run here."""
-    engines = {role: Engine.open(config.dir_of(role, "engine")) for role in ROLES}
+    check_names(config)
+    roles = ROLES if config.speculation.drafter == "model" else ROLES[:1]
+    engines = {role: Engine.open(config.dir_of(role, "engine")) for role in roles}
     directory = find_model_dir(config.target, config.path, weights=False)
     tokenizer = load_tokenizer(directory)
-    vocab = tokenizer.get_vocab_size()
-    target, draft = (find_compiler(engines[role].compiler).open_runner(engines[role].directory, slots, 0, vocab) for role in ROLES)
+    vocab = count_ids(tokenizer)
+    runners = {role: find_compiler(engine.compiler).open_runner(engine.directory, slots, 0, vocab) for role, engine in engines.items()}
+    target, draft = runners["target"], runners.get("draft")
     max_draft_len = engines["target"].max_draft_len
     if config.speculation.draft_len > max_draft_len:
         raise EngineError(

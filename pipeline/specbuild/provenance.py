@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -83,51 +84,69 @@ def digest_outputs(directory: Path, names: Iterable[str]) -> dict[str, str]:
 
 def make_artifact(directory: Path, record: Record, force: bool, make: Callable[[Path], None]) -> bool:
     """Run `make` into a new directory unless the one there is current; return whether it ran."""
-    if not force and is_current(directory, record):
-        log(f"{directory} is up to date")
-        return False
-    with new_directory(directory) as partial:
-        make(partial)
-        names = [path.relative_to(partial).as_posix() for path in sorted(partial.rglob("*")) if path.is_file()]
-        files = digest_outputs(partial, names)
-        (partial / FILE).write_text(json.dumps({**record.to_dict(), "files": files}, indent=2) + "\n")
+    with new_parents(directory), locked(directory):
+        if not force and is_current(directory, record):
+            log(f"{directory} is up to date")
+            return False
+        with new_directory(directory) as partial:
+            make(partial)
+            names = [path.relative_to(partial).as_posix() for path in sorted(partial.rglob("*")) if path.is_file()]
+            files = digest_outputs(partial, names)
+            (partial / FILE).write_text(json.dumps({**record.to_dict(), "files": files}, indent=2) + "\n")
     log(f"{directory} written")
     return True
 
 
 @contextmanager
+def new_parents(directory: Path) -> Iterator[None]:
+    """Make the parents of a directory; when the block fails, remove those that were made for it and are still empty."""
+    made = [path for path in directory.parents if not path.exists()]
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # another run may use them by now
+            for path in made:
+                path.rmdir()
+        raise
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Let one run at a time change what lies beside `directory`; whatever temporary directories are there then were abandoned."""
+    descriptor = os.open(directory.parent, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"waiting for another run that writes {directory.parent}")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for path in directory.parent.glob(".*.partial"):
+            log(f"removing {path}, left by a run that was killed")
+            shutil.rmtree(path, ignore_errors=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """Give a temporary directory that becomes `final` when the block ends well; else it and the parents made for it are removed."""
-    parents = [path for path in final.parents if not path.exists()]
-    final.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(final)
-    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.{os.getpid()}.", suffix=".partial", dir=final.parent))
+    """Give a temporary directory that becomes `final` when the block ends well, and is removed when it does not."""
+    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
     partial.chmod(0o755)
     try:
         yield partial
         _replace(final, partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        with suppress(OSError):  # another run may use them by now
-            for path in parents:
-                path.rmdir()
         raise
 
 
 def _replace(final: Path, partial: Path) -> None:
     if final.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{final.name}.{os.getpid()}.", suffix=".partial", dir=final.parent))
+        old = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
         final.rename(old / final.name)
         partial.rename(final)
         shutil.rmtree(old)
     else:
         partial.rename(final)
-
-
-def _remove_abandoned(final: Path) -> None:
-    """Remove what killed runs left: temporary directories whose process is gone, or had our number (1 in every container)."""
-    for path in final.parent.glob(f".{final.name}.*.partial"):
-        pid = path.name[len(final.name) + 2 :].split(".")[0]
-        if pid == str(os.getpid()) or not (pid.isdigit() and Path(f"/proc/{pid}").exists()):
-            log(f"removing {path}, left by a run that was killed")
-            shutil.rmtree(path, ignore_errors=True)

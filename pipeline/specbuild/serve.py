@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
 import click
 
-from specbuild.config import PairConfig
+from specbuild.artifacts import Engine
+from specbuild.compilers import find_compiler
+from specbuild.config import ROLES, PairConfig
 from specbuild.errors import ServingError
 from specbuild.progress import log
 from specbuild.triton.server import Ports, Server
@@ -16,7 +17,7 @@ from specbuild.triton.server import Ports, Server
 
 def run_serve(config: PairConfig, ports: Ports, address: str, timeout: float) -> None:
     """Serve `<workdir>/model_repository` until SIGINT or SIGTERM; raise ServingError when the server fails by itself."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals end it alike
+    check_engines(config)
     server = Server(check_packaged(config.repository_dir), ports, address, log=sys.stderr)
     try:
         server.start()
@@ -29,6 +30,14 @@ def run_serve(config: PairConfig, ports: Ports, address: str, timeout: float) ->
     finally:
         server.stop()
     log("stopped")
+
+
+def check_engines(config: PairConfig) -> None:
+    """Raise EngineError when TensorRT engines were built that cannot be served on this machine."""
+    for role in ROLES:
+        engine_dir = config.dir_of(role, "engine")
+        if config.build.compiler == "tensorrt" and engine_dir.is_dir():
+            find_compiler("tensorrt").check_serving(Engine.open(engine_dir))
 
 
 def check_packaged(repository: Path) -> Path:

@@ -1,15 +1,19 @@
-"""Safetensors files read and written tensor by tensor, so that memory holds one tensor and not the model."""
+"""Safetensors files read and written tensor by tensor, so that memory holds a few tensors and not the model."""
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import TYPE_CHECKING, TypeVar
 
 from specbuild.errors import CheckpointError
 
@@ -21,6 +25,11 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16":
 FLOATS = ("F64", "F32", "F16", "BF16")
 _LFS_MAGIC = b"version https://git-lfs"
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
+_MAPPED = 1 << 20  # tensors from this size on are mapped, smaller ones read
+_BLOCK = 1 << 19  # elements worked on at once: few enough to stay in a core's cache, in memory that is used again
+_WRITE = 1 << 19  # bytes written at once: larger writes take larger pages, which are the last that a virtual machine's host backs
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -44,15 +53,23 @@ class TensorEntry(TensorSpec):
     offset: int
 
     def load(self) -> torch.Tensor:
-        """Read this tensor alone."""
+        """Read this tensor alone. A large one is a private map of its file: its pages are read when used, and can be dropped again."""
         import numpy as np
         import torch
 
-        raw = np.fromfile(self.path, dtype=np.uint8, count=self.nbytes, offset=self.offset)
-        if raw.size != self.nbytes:
+        found = max(0, self.path.stat().st_size - self.offset)
+        if found < self.nbytes:
             raise CheckpointError(
-                f"Cannot read tensor {self.name} in {self.path}: it ends after {raw.size} of {self.nbytes} bytes. Fetch it again."
+                f"Cannot read tensor {self.name} in {self.path}: it ends after {found} of {self.nbytes} bytes. Fetch it again."
             )
+        if self.nbytes < _MAPPED or self.offset % ITEM_BYTES[self.dtype]:
+            raw = np.fromfile(self.path, dtype=np.uint8, count=self.nbytes, offset=self.offset)
+        else:
+            start = self.offset % mmap.ALLOCATIONGRANULARITY
+            with self.path.open("rb") as file:
+                data = mmap.mmap(file.fileno(), start + self.nbytes, access=mmap.ACCESS_COPY, offset=self.offset - start)
+            data.madvise(mmap.MADV_WILLNEED)
+            raw = np.frombuffer(data, dtype=np.uint8, count=self.nbytes, offset=start)
         return torch.from_numpy(raw).view(torch_dtype(self.dtype)).reshape(self.shape)
 
 
@@ -65,6 +82,53 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in names:
         raise CheckpointError(f"Cannot read tensors of dtype {name}: expected one of {', '.join(names)}.")
     return names[name]
+
+
+def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Yield slices of rows, an even number of rows each (but the last), that together are a tensor."""
+    step = max(1, _BLOCK // max(1, math.prod(shape[1:])) // 2) * 2
+    for start in range(0, shape[0], step):
+        yield slice(start, min(start + step, shape[0]))
+
+
+def find_not_finite(tensor: torch.Tensor) -> int | None:
+    """Return the first row of a float tensor that holds NaN or infinity, by the bits of its exponents: many times faster than isfinite."""
+    import torch
+
+    bits, magnitude, infinity = {
+        torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
+        torch.float16: (torch.int16, 0x7FFF, 0x7C00),
+        torch.float32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
+    }[tensor.dtype]
+    for rows in row_blocks(tuple(tensor.shape)):
+        block = tensor[rows]
+        if block.numel() and int((block.contiguous().view(bits) & magnitude).max()) >= infinity:
+            return int(rows.start) + int((~block.isfinite()).reshape(block.shape[0], -1).any(dim=1).nonzero()[0])
+    return None
+
+
+def run_each(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield work(item) in order, done on a few threads with every operator on one core; the first error ends it.
+
+    Operators of blocks this small lose more to their own threads than they gain.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    workers = min(4, os.cpu_count() or 1)
+    pool = ThreadPoolExecutor(workers)
+    begun: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            begun.append(pool.submit(work, item))
+            if len(begun) > 2 * workers:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -106,7 +170,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 class TensorWriter:
-    """Write the given tensors to one safetensors file, in any order, one at a time.
+    """Write the given tensors to one safetensors file, in any order, by any thread.
 
     Wider dtypes come first so that every tensor is aligned. close() fails when a promised tensor was not written.
     """
@@ -115,36 +179,62 @@ class TensorWriter:
         ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         self._places: dict[str, tuple[TensorSpec, int]] = {}
+        self._rows_left: dict[str, int] = {}
         position = 0
         for spec in ordered:
             header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, position + spec.nbytes]}
             self._places[spec.name] = (spec, position)
+            self._rows_left[spec.name] = spec.shape[0] if spec.shape else 1
             position += spec.nbytes
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         self._start = 8 + len(raw)
-        self._file = path.open("wb")
+        self._lock = Lock()
+        self._file = path.open("wb", buffering=0)
         self._file.write(struct.pack("<Q", len(raw)) + raw)
         self._file.truncate(self._start + position)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor; its dtype and shape must be the promised ones."""
-        import torch
-
-        spec, position = self._places.pop(name)
-        if tensor.dtype != torch_dtype(spec.dtype) or tuple(tensor.shape) != spec.shape:
+        spec = self._places[name][0]
+        if tuple(tensor.shape) != spec.shape:
             raise CheckpointError(
                 f"Cannot write tensor {name}: it is {tensor.dtype} {tuple(tensor.shape)}, planned was {spec.dtype} {spec.shape}."
             )
-        self._file.seek(self._start + position)
-        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tofile(self._file)
+        self.write_rows(name, 0, tensor)
+
+    def write_rows(self, name: str, row: int, tensor: torch.Tensor) -> None:
+        """Write some rows of a tensor, the first of them at `row`; every row is to be written once."""
+        spec, position = self._places[name]
+        rows = tensor.shape[0] if spec.shape else 1
+        if tensor.dtype != torch_dtype(spec.dtype) or tuple(tensor.shape[1:]) != spec.shape[1:] or rows > self._rows_left[name]:
+            raise CheckpointError(
+                f"Cannot write tensor {name}: rows from {row} are {tensor.dtype} {tuple(tensor.shape)}, planned was {spec.dtype} "
+                f"{spec.shape}, {self._rows_left[name]} rows of it still to come."
+            )
+        self._rows_left[name] -= rows
+        position += self._start + (spec.nbytes // spec.shape[0] * row if row else 0)
+        if tensor.is_contiguous():
+            self._put(position, tensor)
+        else:
+            for block in map(tensor.__getitem__, row_blocks(tuple(tensor.shape))):
+                self._put(position, block.contiguous())
+                position += block.nbytes
+
+    def _put(self, position: int, tensor: torch.Tensor) -> None:
+        import torch
+
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        with self._lock:  # the kernel writes one at a time too, but lets the others spin
+            while data:
+                written = os.pwrite(self._file.fileno(), data[:_WRITE], position)
+                data, position = data[written:], position + written
 
     def close(self) -> None:
         """Flush to disk; raise CheckpointError when a promised tensor is missing."""
         with self._file:
-            if self._places:
-                raise CheckpointError(f"Cannot finish {self._file.name}: tensor {next(iter(self._places))} was never written.")
-            self._file.flush()
+            if missing := [name for name, rows in self._rows_left.items() if rows]:
+                raise CheckpointError(f"Cannot finish {self._file.name}: tensor {missing[0]} was never written.")
             os.fsync(self._file.fileno())
 
     def abort(self) -> None:

@@ -25,6 +25,11 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
+def count_ids(tokenizer: Tokenizer) -> int:
+    """Return one more than the largest id: ids may have gaps."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a prompt, with the special tokens that the tokenizer itself adds; raises ConfigError when there is nothing to encode."""
     ids: list[int] = tokenizer.encode(text).ids if text else []

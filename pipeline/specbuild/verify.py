@@ -58,7 +58,7 @@ class Report:
     identical: int
     near_ties: int
     mismatches: int
-    self_draft_acceptance: float
+    self_draft_acceptance: float | None  # None: nothing could be drafted
     acceptance: float
     acceptance_by_draft_len: dict[int, float]
     tokens_per_round: float
@@ -66,7 +66,8 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return self.mismatches == 0 and self.self_draft_acceptance >= SELF_DRAFT_FLOOR
+        in_step = self.self_draft_acceptance is None or self.self_draft_acceptance >= SELF_DRAFT_FLOOR
+        return self.mismatches == 0 and in_step
 
     def to_dict(self) -> dict[str, Any]:
         kinds = [{"kind": "near_tie" if d.near_tie else "mismatch", **asdict(d)} for d in self.divergences]
@@ -88,16 +89,19 @@ def load_prompts(path: Path | None) -> list[str]:
     return prompts
 
 
-def run_verify(pair: Pair, prompts: Sequence[str], max_tokens: int = 64, draft_lens: Sequence[int] = ()) -> Report:
-    """Decode every prompt plainly and at each draft length, greedily and with cold caches, and compare the ids."""
-    lengths = tuple(sorted({*(draft_lens or DRAFT_LENS), *([] if draft_lens else [pair.draft_len])} - {0}))
-    lengths = tuple(length for length in lengths if length <= pair.max_draft_len)
+def run_verify(pair: Pair, prompts: Sequence[str], max_tokens: int = 64, draft_lens: Sequence[int] = (), cut: bool = False) -> Report:
+    """Decode every prompt plainly and at each draft length, greedily and with cold caches, and compare the ids.
+
+    `cut` shortens prompts to half of the context, for those that were not written for this pair.
+    """
+    standard = [length for length in (*DRAFT_LENS, pair.draft_len) if length <= pair.max_draft_len]
+    lengths = tuple(sorted({*(draft_lens or standard)} - {0}))
     stats = {length: SpecStats() for length in lengths}
     own = SpecStats()
     divergences: list[Divergence] = []
     with bar("verify", len(prompts), "prompt") as progress:
         for index, text in enumerate(prompts):
-            prompt = encode_prompt(pair.tokenizer, text)
+            prompt = encode_prompt(pair.tokenizer, text)[: pair.target.max_seq_len // 2 if cut else None]
             plain = _decode(pair, prompt, max_tokens, 0, SpecStats())
             for length in lengths:
                 answer = _decode(pair, prompt, max_tokens, length, stats[length])
@@ -116,7 +120,7 @@ def _make_report(
     packaged = stats.get(pair.draft_len) or next(reversed(stats.values()), SpecStats())
     return Report(
         prompts, max_tokens, tuple(stats), prompts - len(wrong) - len(close), len(close), len(wrong),
-        own.acceptance_rate, packaged.acceptance_rate, {length: s.acceptance_rate for length, s in stats.items()},
+        own.acceptance_rate if own.drafted else None, packaged.acceptance_rate, {length: s.acceptance_rate for length, s in stats.items()},
         packaged.tokens / max(1, packaged.rounds), tuple(divergences),
     )  # fmt: skip
 
@@ -156,13 +160,14 @@ def _logits_at(pair: Pair, tokens: list[int], width: int) -> np.ndarray[Any, Any
 
 def format_report(report: Report) -> str:
     """Return the report as text: one line per claim, then the divergences."""
+    own = report.self_draft_acceptance
     by_length = ", ".join(f"{length}: {rate:.3f}" for length, rate in report.acceptance_by_draft_len.items())
     lines = [
         f"prompts                {report.prompts} of {report.max_tokens} tokens, draft_len {', '.join(map(str, report.draft_lens))}",
         f"identical              {report.identical}",
         f"near ties              {report.near_ties}",
         f"mismatches             {report.mismatches}",
-        f"self-draft acceptance  {report.self_draft_acceptance:.4f}",
+        f"self-draft acceptance  {'nothing drafted' if own is None else f'{own:.4f}'}",
         f"acceptance             {report.acceptance:.4f} ({by_length})",
         f"tokens per round       {report.tokens_per_round:.2f}",
     ]

@@ -163,7 +163,7 @@ DAMAGES = {
         edit_config(architectures=["FooForCausalLM"], auto_map={"AutoModelForCausalLM": "foo.Foo"}),
         ["FooForCausalLM", "LlamaForCausalLM, MistralForCausalLM", "Remote code is never run"],
     ),
-    "rope scaling": (edit_config(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}), ["'yarn'", "not supported"]),
+    "rope scaling": (edit_config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), ["'longrope'", "expected default, linear"]),
     "adapter": (make_adapter, ["an adapter", "Merge it"]),
     "DoRA adapter": (lambda d: make_adapter(d, '{"use_dora": true}'), ["a DoRA adapter", "Merge it"]),
     "only a .bin": (make_bin_only, ["found pytorch_model.bin", "expected model.safetensors", "safetensors."]),

@@ -1,6 +1,7 @@
 import json
 import os
-import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -109,29 +110,27 @@ def test_the_final_name_appears_only_when_the_block_has_ended(tmp_path):
     assert names(tmp_path) == ["out", "out/x"]
 
 
-def dead_pid():
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
+def test_directories_of_killed_runs_are_removed(tmp_path):
+    for name in (".out.x1y2.partial", ".outer.x1y2.partial"):
+        (tmp_path / name).mkdir()
+    make_artifact(tmp_path / "out", RECORD, False, lambda out: (out / "x").write_text("new"))
+    assert names(tmp_path) == ["out", "out/specbuild.json", "out/x"]
 
 
-def test_directories_of_killed_runs_are_removed_and_those_of_living_ones_kept(tmp_path):
-    abandoned = tmp_path / f".out.{dead_pid()}.x1y2.partial"
-    living = tmp_path / f".out.{os.getppid()}.x1y2.partial"
-    other = tmp_path / f".outer.{dead_pid()}.x1y2.partial"
-    for path in (abandoned, living, other):
-        path.mkdir()
-    with new_directory(tmp_path / "out"):
-        pass
-    assert names(tmp_path) == sorted(["out", living.name, other.name])
+def test_two_runs_of_one_stage_wait_for_each_other(tmp_path):
+    """The second finds what the first made, and neither takes the other's temporary directory for an abandoned one."""
+    made = []
 
+    def make(out):
+        made.append(out)
+        time.sleep(0.2)
+        (out / "x").write_text("new")
 
-def test_a_killed_run_that_had_this_process_id_is_recognized(tmp_path):
-    """In a container the first process is number 1 in every run."""
-    (tmp_path / f".out.{os.getpid()}.x1y2.partial").mkdir()
-    with new_directory(tmp_path / "out"):
-        pass
-    assert names(tmp_path) == ["out"]
+    with ThreadPoolExecutor(4) as pool:
+        ran = list(pool.map(lambda _: make_artifact(tmp_path / "out", RECORD, False, make), range(4)))
+    assert sorted(ran) == [False, False, False, True]
+    assert len(made) == 1
+    assert names(tmp_path) == ["out", "out/specbuild.json", "out/x"]
 
 
 def test_digests_change_with_names_and_content_and_not_with_order_or_place(tmp_path):

@@ -9,15 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from specbuild.config import load_config
+from specbuild.artifacts import TllmCheckpoint
+from specbuild.check import check_pair
+from specbuild.compilers import onnx_cpu
+from specbuild.config import QuantizeConfig, load_config
 from specbuild.convert import run_convert
-from specbuild.errors import CheckpointError
-from specbuild.quant import SCHEMES
+from specbuild.errors import CheckpointError, ConfigError, EngineError
+from specbuild.quant import SCHEMES, LinearScales, load_scales
 from specbuild.quant.packing import pack_rows, unpack_rows
-from specbuild.quant.rounding import round_channels, round_groups
-from specbuild.quantize import run_quantize
+from specbuild.quant.rounding import fold_prequant, round_channels, round_groups, round_rows
+from specbuild.quantize import run_quantize, write_quantized
 
 LINEARS = ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj")
 NIBBLES = hnp.arrays(np.int8, st.tuples(st.integers(1, 6).map(lambda n: 2 * n), st.integers(1, 9)), elements=st.integers(-8, 7))
@@ -234,3 +237,170 @@ def test_a_group_that_does_not_divide_is_refused_with_layer_width_and_what_would
     with pytest.raises(CheckpointError, match="Cannot quantize") as caught:
         quantize("int4_awq", **changes)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def make_scales(shape, seed=0):
+    """Scales for every linear layer; fc and gate share theirs."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = {}
+    for layer in range(shape.layers):
+        for part, (_, columns) in shape.linears().items():
+            prequant = torch.rand(columns, generator=generator) + 0.5
+            scales[f"transformer.layers.{layer}.{part}"] = LinearScales(prequant, torch.rand(1, generator=generator) + 0.1)
+        scales[f"transformer.layers.{layer}.mlp.gate"] = scales[f"transformer.layers.{layer}.mlp.fc"]
+    return scales
+
+
+@pytest.fixture
+def quantize_with(quantize, tmp_path):
+    """Quantize a tiny model with scales; return its scales, and per rank the plain and the quantized tensors."""
+
+    def run(scheme, change=lambda scales: scales, **settings):
+        plain, _ = quantize("full_prec", **settings)
+        source, out = TllmCheckpoint.open(plain), tmp_path / "with-scales"
+        out.mkdir()
+        scales = change(make_scales(source.shape))
+        write_quantized(source, SCHEMES[scheme], QuantizeConfig(scheme=scheme, group_size=32), out, "target", scales)
+        return scales, [tuple(load_file(path / file.name) for path in (plain, out)) for file in source.rank_files]
+
+    return run
+
+
+def whole_name(name, rank, tp, per_rank):
+    """Return a linear weight's part and its layer's name in the whole model."""
+    layer, part = name.removeprefix("transformer.layers.").removesuffix(".weight").split(".", 1)
+    return part, f"transformer.layers.{rank // tp * per_rank + int(layer)}.{part}"
+
+
+def joined(pieces, prequant):
+    """Return whole rows, divided, of a weight whose columns are shared among ranks."""
+    divided = torch.cat([piece.float() for piece in pieces], dim=1) * (1 / prequant)
+    return divided.to(pieces[0].dtype).float().numpy()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("scheme", ["int4_awq", "int8_sq"])
+def test_given_scales_divide_the_columns_of_the_right_layer_and_rank(quantize_with, scheme, dtype, tp, pp):
+    scales, ranks = quantize_with(scheme, dtype=dtype, tp=tp, pp=pp)
+    seen = set()
+    for rank, (plain, found) in enumerate(ranks):
+        for name in filter(is_linear, plain):
+            part, whole = whole_name(name, rank, tp, 2 // pp)
+            shared = part in ("attention.dense", "mlp.proj")
+            prequant = scales[whole].prequant.chunk(tp)[rank % tp] if shared and tp > 1 else scales[whole].prequant
+            weight = (plain[name].float() * (1 / prequant)).to(getattr(torch, dtype)).float().numpy()
+            prefix = name.removesuffix("weight")
+            assert torch.equal(found[f"{prefix}prequant_scaling_factor"], prequant.to(getattr(torch, dtype)))
+            if scheme == "int4_awq":
+                q, scale = rounding_oracle.awq_groups(weight, 32)
+                assert np.array_equal(unpack_rows(found[name]).numpy(), q)
+            else:
+                rows = joined([plain[name] for plain, _ in ranks[rank - rank % tp :][:tp]], scales[whole].prequant) if shared else weight
+                rows = np.abs(rows).max(axis=1)
+                scale = rows / np.float32(127)
+                assert np.array_equal(found[name].numpy(), np.rint(weight / scale[:, None]).clip(-128, 127).astype(np.int8))
+                assert torch.equal(found[f"{prefix}activation_scaling_factor"], scales[whole].activation)
+            assert np.array_equal(found[f"{prefix}weights_scaling_factor"].numpy(), scale)
+            seen.add(whole)
+    assert seen == scales.keys()
+
+
+def test_row_scales_are_amax_over_127_halves_go_to_even_and_zeros_get_one():
+    q, scale = round_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0, 0, 0, 0], [-254, 1, 3, 253.1]]))
+    assert scale.tolist() == [1.0, 1.0, 2.0]
+    assert q.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0], [-127, 0, 2, 127]]
+    assert round_rows(torch.tensor([[4.0]]), torch.tensor([508.0]))[0].tolist() == [[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_prequant_scales_of_one_change_nothing(dtype):
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(fold_prequant(weight, torch.ones(64)), weight)
+    given = SCHEMES["int4_awq"].quantize(weight, 32, LinearScales(torch.ones(64)))
+    plain = SCHEMES["int4_awq"].quantize(weight, 32, None)
+    assert all(torch.equal(given[name], tensor) for name, tensor in plain.items())
+
+
+def test_int8_sq_levels_are_the_stored_integers():
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    tensors = SCHEMES["int8_sq"].quantize(weight, 0, LinearScales(torch.rand(64) + 0.5, torch.ones(1)))
+    levels = SCHEMES["int8_sq"].levels(tensors)
+    assert torch.allclose(levels.q * levels.scale * levels.prequant, weight, atol=0.05)
+    assert SCHEMES["int8_sq"].settings(0) == {"exclude_modules": ["lm_head"]}
+
+
+def test_int8_sq_without_scales_is_refused_by_quantize_and_by_check(quantize, write_pair_yaml, tmp_path):
+    with pytest.raises(ConfigError, match=r"'int8_sq': it needs activation scales, .* Use int8_wo"):
+        quantize("int8_sq")
+    config = load_config(write_pair_yaml(tmp_path, draft={"quantize": {"scheme": "int8_sq"}}))
+    with pytest.raises(ConfigError, match="'int8_sq': it needs activation scales"):
+        check_pair(config)
+
+
+def test_int8_sq_is_refused_by_onnx_cpu(make_model, quantize):
+    shape = TllmCheckpoint.open(quantize("full_prec")[0]).shape
+    with pytest.raises(EngineError, match="'int8_sq' multiplies integer activations"):
+        onnx_cpu.check(shape, SCHEMES["int8_sq"], 0, 1, 1)
+
+
+def test_a_scheme_without_scales_refuses_them(quantize_with):
+    with pytest.raises(ConfigError, match="'int8_wo' and scales: it uses none"):
+        quantize_with("int8_wo")
+
+
+FC, GATE = "transformer.layers.0.mlp.fc", "transformer.layers.1.mlp.gate"
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "parts"),
+    [
+        ({FC: None}, ["1 linear layers differ from the model's 10", FC, "missing"]),
+        ({"transformer.layers.2.mlp.fc": LinearScales(ONE)}, ["transformer.layers.2.mlp.fc", "unexpected"]),
+        ({FC: LinearScales(torch.ones(63), ONE)}, [FC, "(63,)", "(64,)"]),
+        ({FC: LinearScales(torch.ones(64))}, [FC, "activation"]),
+        ({FC: LinearScales(torch.zeros(64), ONE)}, [FC, "prequant", "zero"]),
+        ({FC: LinearScales(torch.full((64,), 1e-9), ONE)}, [FC, "prequant", "float16"]),
+        ({FC: LinearScales(torch.full((64,), 1e9), ONE)}, [FC, "prequant", "float16"]),
+        ({FC: LinearScales(torch.ones(64), torch.full((1,), torch.nan))}, [FC, "activation scale", "not finite"]),
+        ({GATE: LinearScales(torch.ones(64), ONE)}, ["mlp.fc and mlp.gate of layer 1 differ"]),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused_by_name(quantize_with, wrong, parts):
+    def change(scales):
+        return {name: value for name, value in {**scales, **wrong}.items() if value is not None}
+
+    with pytest.raises(CheckpointError, match="Cannot use these scales") as caught:
+        quantize_with("int8_sq", change, dtype="float16")
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_a_weight_that_its_dtype_cannot_hold_after_the_division_is_refused(quantize_with):
+    tiny = LinearScales(torch.full((64,), 1e-6), ONE)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.fc.* float16 cannot hold"):
+        quantize_with("int4_awq", lambda scales: {**scales, FC: tiny}, dtype="float16")
+
+
+def test_scales_are_read_from_a_file(tmp_path):
+    tensors = {f"{FC}.prequant_scaling_factor": torch.rand(64).half(), f"{FC}.activation_scaling_factor": torch.tensor(0.5)}
+    save_file({**tensors, f"{GATE}.prequant_scaling_factor": torch.rand(8)}, tmp_path / "scales.safetensors")
+    scales = load_scales(tmp_path / "scales.safetensors")
+    assert scales.keys() == {FC, GATE}
+    assert torch.equal(scales[FC].prequant, tensors[f"{FC}.prequant_scaling_factor"].float())
+    assert scales[FC].activation.tolist() == [0.5]
+    assert scales[GATE].activation is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({f"{FC}.weight": torch.ones(2)}, "mlp.fc.weight is F32, expected floats named"),
+        ({f"{FC}.prequant_scaling_factor": torch.ones(2, dtype=torch.int8)}, "prequant_scaling_factor is I8, expected floats"),
+        ({f"{FC}.activation_scaling_factor": torch.ones(1)}, "mlp.fc has no prequant_scaling_factor"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, tensors, message):
+    save_file(tensors, tmp_path / "scales.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_scales(tmp_path / "scales.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from importlib import import_module
 
 import click
@@ -54,7 +55,8 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line: a SpecbuildError becomes one line and exit code 1."""
+    """Run the command line: a SpecbuildError becomes one line and exit code 1. SIGTERM cleans up as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         cli.main(standalone_mode=False)
     except SpecbuildError as error:
@@ -66,6 +68,11 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         raise SystemExit(error.exit_code) from None
+    except OSError as error:  # a full disk, a directory that cannot be written, a path that is no directory
+        if error.filename is None:
+            raise
+        click.echo(f"Error: Cannot use {error.filename}: {error.strerror}. Free it, or choose another path.", err=True)
+        raise SystemExit(1) from None
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)
         raise SystemExit(130) from None

@@ -16,7 +16,9 @@ from specbuild.triton.client import stream_generate
 @click.option("--url", default="localhost:8001", show_default=True, help="gRPC address of the server, host:port.")
 @generation_options
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Take the answer chunk by chunk, or at once.")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=120, show_default=True, help="Seconds to wait for a chunk.")
+@click.option(
+    "--timeout", type=click.FloatRange(0, 1e6, min_open=True), default=120, show_default=True, help="Seconds to wait for a chunk."
+)
 @json_option
 def command(
     url: str, prompt: str | None, prompt_file: Path | None, max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int,

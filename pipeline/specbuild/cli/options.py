@@ -21,10 +21,20 @@ only_option = click.option("--only", type=click.Choice(ROLES), help="Only this m
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 
 
+def check_text(what: str, text: str) -> None:
+    """Raise ConfigError for bytes of the command line that are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"Cannot use {what} {text!a}: it is not UTF-8. Give UTF-8 text, or --prompt-file.") from None
+
+
 def check_stop(_ctx: click.Context, _param: click.Parameter, stop: tuple[str, ...]) -> tuple[str, ...]:
     """Refuse an empty stop string here: on the wire it means none."""
     if "" in stop:
         raise ConfigError("Cannot stop at an empty string: expected --stop with text. Leave it out.")
+    for text in stop:
+        check_text("--stop", text)
     return stop
 
 
@@ -57,6 +67,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
             prompt = sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"Cannot read prompt file {prompt_file}: {error}. Give a UTF-8 text file, or - for stdin.") from None
+    check_text("the prompt", prompt or "")
     if not prompt:
         raise ConfigError("Cannot generate from an empty prompt: expected at least one character. Give a prompt.")
     return prompt

@@ -6,6 +6,7 @@ import click
 
 from specbuild.cli.options import config_argument, echo_json, force_option, json_option
 from specbuild.config import load_config
+from specbuild.progress import log
 from specbuild.run import run_all
 from specbuild.verify import format_report
 
@@ -22,7 +23,11 @@ def command(config: Path, force: bool, as_json: bool) -> None:
     \b
     specbuild run configs/demo.yaml
     """
-    report = run_all(load_config(config), force)
+    pair = load_config(config)
+    report = run_all(pair, force)
+    if report is None:
+        log(f"built, not packaged: this version does not serve {pair.build.compiler} engines yet")
+        return
     if as_json:
         echo_json(report.to_dict())
     else:

@@ -18,7 +18,9 @@ PORT = click.IntRange(1, 65535)
 @click.option("--grpc-port", type=PORT, default=8001, show_default=True)
 @click.option("--metrics-port", type=PORT, default=8002, show_default=True)
 @click.option("--address", default=LOOPBACK, show_default=True, help="Address to listen on; 0.0.0.0 = all.")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=120, show_default=True, help="Seconds to wait until ready.")
+@click.option(
+    "--timeout", type=click.FloatRange(0, 1e6, min_open=True), default=120, show_default=True, help="Seconds to wait until ready."
+)
 def command(config: Path, http_port: int, grpc_port: int, metrics_port: int, address: str, timeout: float) -> None:
     """Serve the repository with Triton.
 

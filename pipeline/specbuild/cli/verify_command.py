@@ -30,7 +30,7 @@ def command(config: Path, prompts: Path | None, max_tokens: int, draft_len: tupl
     \b
     specbuild verify configs/demo.yaml
     """
-    report = run_verify(open_pair(load_config(config)), load_prompts(prompts), max_tokens, draft_len)
+    report = run_verify(open_pair(load_config(config)), load_prompts(prompts), max_tokens, draft_len, cut=prompts is None)
     if as_json:
         echo_json(report.to_dict())
     else:

@@ -1,15 +1,16 @@
-"""What a compiler is: it checks a model, builds an engine from a checkpoint, and may run one in this process."""
+"""What a compiler is: it checks a pair and its models, builds an engine from a checkpoint, and may run one in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from specbuild.artifacts import TllmCheckpoint
+from specbuild.artifacts import Engine, TllmCheckpoint
+from specbuild.config import PairConfig, Role
 from specbuild.quant import QuantScheme
 from specbuild.shape import ModelShape
 
@@ -22,6 +23,7 @@ class Limits:
     max_seq_len: int
     max_draft_len: int
     kernels: str
+    gather_logits: bool = False  # answers can carry the logits they were drawn from: what acceptance by rejection needs
 
 
 class Runner(Protocol):
@@ -46,12 +48,27 @@ class Compiler(Protocol):
     """A module of this package that turns a checkpoint into an engine directory."""
 
     PACKAGES: tuple[str, ...]
+    LIMITS: tuple[str, ...]  # the fields of Limits that its engines depend on
 
-    def check(self, shape: ModelShape, scheme: QuantScheme, group_size: int, world_size: int) -> None:
+    def check(self, shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: int) -> None:
         """Raise EngineError when this compiler cannot build such a model."""
+
+    def check_pair(self, config: PairConfig, shapes: Mapping[Role, ModelShape]) -> None:
+        """Raise EngineError when this compiler cannot build the models for decoding together."""
+
+    def check_machine(self, scheme: QuantScheme) -> Mapping[str, str]:
+        """Return what an engine depends on in this machine; raise EngineError when it cannot be built here."""
+        ...
+
+    def describe(self, checkpoint_dir: Path, limits: Limits, out: Path, world_size: int) -> list[str]:
+        """Return the lines that say what `build` would run, and write."""
+        ...
 
     def build(self, checkpoint: TllmCheckpoint, limits: Limits, out: Path, label: str) -> None:
         """Write an engine directory."""
+
+    def check_serving(self, engine: Engine) -> None:
+        """Raise EngineError when an engine cannot be served on this machine."""
 
     def open_runner(self, engine_dir: Path, max_slots: int = 8, threads: int = 0, vocab_size: int = 0) -> Runner:
         """Open an engine for running in this process."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbuild import __version__
-from specbuild.artifacts import TllmCheckpoint
+from specbuild.artifacts import Engine, TllmCheckpoint
 from specbuild.compilers.compiler import Limits, Runner
+from specbuild.compilers.rotary import KINDS
+from specbuild.config import PairConfig, Role
 from specbuild.errors import EngineError
 from specbuild.progress import bar
 from specbuild.provenance import find_version
@@ -25,22 +28,50 @@ if TYPE_CHECKING:
     from specbuild.compilers.onnx_graph import GraphBuilder
 
 PACKAGES = ("onnx", "onnxruntime", "torch")
+LIMITS = ("max_batch_size", "max_seq_len", "max_draft_len", "kernels")
 # Blocks of 32 columns, with at least two rows in every product (see OrtRunner), give bit-equal logits at any width, batch and
 # cache capacity; blocks of 128 read weights faster. scripts/bench_kernels.py measures both.
 BLOCK = {"width-independent": 32, "fast": 128}
 
 
-def check(shape: ModelShape, scheme: QuantScheme, group_size: int, world_size: int) -> None:
+def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: int) -> None:
     """Raise EngineError for what this compiler cannot build."""
-    if world_size != 1:
-        raise EngineError(f"Cannot build with onnx-cpu for {world_size} ranks: it runs in one process. Use tp: 1 and pp: 1.")
+    if tp * pp != 1:
+        raise EngineError(f"Cannot build with onnx-cpu for {tp * pp} ranks: it runs in one process. Use tp: 1 and pp: 1.")
+    if scheme.activation_bits < 16:
+        raise EngineError(f"Cannot build with onnx-cpu: scheme {scheme.name!r} multiplies integer activations. Use int8_wo or int4_awq.")
     if scheme.grouped and group_size % 32:
         raise EngineError(f"Cannot build with onnx-cpu at group_size {group_size}: expected a multiple of 32. Use 32, 64 or 128.")
-    if shape.head_dim % 2:
-        raise EngineError(f"Cannot build with onnx-cpu: head size {shape.head_dim} is odd, rotary positions need pairs.")
+    if shape.rotary_dim % 2:
+        raise EngineError(
+            f"Cannot build with onnx-cpu: {shape.rotary_dim} rotary columns per head are odd, expected pairs. Use another model."
+        )
+    if shape.rope_scaling is not None and shape.rope_scaling.kind not in KINDS:
+        raise EngineError(
+            f"Cannot build {shape.architecture} with onnx-cpu: rotary scaling is {shape.rope_scaling.kind!r}, whose frequencies change "
+            f"with the length of the sequence; expected none, {' or '.join(KINDS)}. Use compiler tensorrt, or another model."
+        )
     missing = [name for name in ("onnx", "onnxruntime") if find_version(name) == "absent"]
     if missing:
         raise EngineError(f"Cannot build with onnx-cpu: {' and '.join(missing)} not installed. Run `pip install 'specbuild[cpu]'`.")
+
+
+def check_pair(config: PairConfig, shapes: Mapping[Role, ModelShape]) -> None:
+    """Raise nothing: a draft may have a shorter context, and a vocabulary that is padded otherwise."""
+
+
+def check_machine(scheme: QuantScheme) -> Mapping[str, str]:  # noqa: ARG001
+    """Return nothing: these engines run on any machine."""
+    return {}
+
+
+def check_serving(engine: Engine) -> None:
+    """Raise nothing: these engines run on any machine."""
+
+
+def describe(checkpoint_dir: Path, limits: Limits, out: Path, world_size: int) -> list[str]:  # noqa: ARG001
+    """Return the lines that say what `build` would write."""
+    return [f"# reads {checkpoint_dir}", f"# writes {out}: model.onnx, weights.bin, config.json, specbuild.json"]
 
 
 def build(checkpoint: TllmCheckpoint, limits: Limits, out: Path, label: str) -> None:
@@ -92,9 +123,17 @@ def _add_decoder(builder: GraphBuilder, shape: ModelShape, label: str) -> None:
 
 def _add_layer(builder: GraphBuilder, layer: int, hidden: str, residual: str | None) -> tuple[str, str]:
     """Add one pre-norm layer; return (output of its MLP, the residual it must still be added to)."""
-    name = f"transformer.layers.{layer}"
+    name, shape = f"transformer.layers.{layer}", builder.shape
     normed, residual = builder.norm(f"{name}.input_layernorm", hidden, residual)
     attended = builder.attention(layer, builder.linear(f"{name}.attention.qkv", normed))
-    normed, residual = builder.norm(f"{name}.post_layernorm", builder.linear(f"{name}.attention.dense", attended), residual)
-    gated = builder.silu_product(builder.linear(f"{name}.mlp.fc", normed), builder.linear(f"{name}.mlp.gate", normed))
-    return builder.linear(f"{name}.mlp.proj", gated), residual
+    attended, before_mlp = builder.linear(f"{name}.attention.dense", attended), "post_layernorm"
+    if shape.inter_norms:
+        attended, before_mlp = builder.norm(f"{name}.post_layernorm", attended, None)[0], "pre_feedforward_layernorm"
+    normed, residual = builder.norm(f"{name}.{before_mlp}", attended, residual)
+    fc = builder.linear(f"{name}.mlp.fc", normed)
+    if shape.fused_mlp:
+        up, gate = builder.halves(fc)
+    else:
+        gate, up = fc, builder.linear(f"{name}.mlp.gate", normed)
+    out = builder.linear(f"{name}.mlp.proj", builder.gated(gate, up))
+    return (builder.norm(f"{name}.post_feedforward_layernorm", out, None)[0] if shape.inter_norms else out), residual

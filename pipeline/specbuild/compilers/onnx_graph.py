@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 
 from specbuild.compilers.compiler import Limits
 from specbuild.compilers.nbits import pack_blocks
+from specbuild.compilers.rotary import make_frequencies, mask_names
 from specbuild.quant import QuantScheme
 from specbuild.shape import ModelShape
 from specbuild.tensorfile import TensorEntry
@@ -28,7 +29,8 @@ class GraphBuilder:
     Shapes: B sequences, S new tokens each, T places in the cache, G query heads per key-value head.
     Inputs: input_ids (B, S) int64; positions (B, S) int64; cells (B, kv_heads, S, 3) int64, the (sequence, head, place) of each
     new token in the cache; mask (B, 1, G * S, T) bool, what each new token may attend to, once per query head of a group;
-    rows (B, R, 1) int64, the new tokens whose logits are wanted. Output: logits (B, R, vocab).
+    local_mask, the same within the window (a model has one of them or both, by its layers); rows (B, R, 1) int64, the new tokens
+    whose logits are wanted. Output: logits (B, R, vocab).
     """
 
     def __init__(
@@ -41,13 +43,16 @@ class GraphBuilder:
             helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["B", "S"]),
             helper.make_tensor_value_info("positions", TensorProto.INT64, ["B", "S"]),
             helper.make_tensor_value_info("cells", TensorProto.INT64, ["B", shape.kv_heads, "S", 3]),
-            helper.make_tensor_value_info("mask", TensorProto.BOOL, ["B", 1, "GS", "T"]),
+            *(helper.make_tensor_value_info(name, TensorProto.BOOL, ["B", 1, "GS", "T"]) for name in mask_names(shape)),
             helper.make_tensor_value_info("rows", TensorProto.INT64, ["B", "R", 1]),
         ]
         self.outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "R", shape.vocab])]
         self._file = (out / "weights.bin").open("wb")
         self._counter = 0
-        self._add_rotary_tables(limits.max_seq_len + limits.max_draft_len)
+        positions = limits.max_seq_len + limits.max_draft_len
+        self._add_rotary_tables("rotary", make_frequencies(shape), positions)
+        if shape.rope_theta_local is not None:
+            self._add_rotary_tables("local_rotary", make_frequencies(shape, local=True), positions)
 
     def __enter__(self) -> GraphBuilder:
         return self
@@ -56,7 +61,8 @@ class GraphBuilder:
         self._file.close()
 
     def embed(self) -> str:
-        table = self._weight("transformer.vocab_embedding.weight", self._load("transformer.vocab_embedding.weight"))
+        scaled = self._load("transformer.vocab_embedding.weight") * np.float32(self.shape.embedding_scale)
+        table = self._weight("embedding", scaled)
         return self._node("Gather", [table, "input_ids"])
 
     def norm(self, prefix: str, x: str, residual: str | None) -> tuple[str, str]:
@@ -97,24 +103,40 @@ class GraphBuilder:
         parts = self._nodes("Split", [qkv, sizes], 3, axis=-1)
         heads = (shape.heads, shape.kv_heads, shape.kv_heads)
         query, key, value = (self._to_heads(part, count) for part, count in zip(parts, heads, strict=True))
-        query, key = (self._node("RotaryEmbedding", [part, "rotary.cos", "rotary.sin", "positions"]) for part in (query, key))
+        if shape.qk_norm:
+            prefix = f"transformer.layers.{layer}.attention"
+            query, _ = self.norm(f"{prefix}.q_layernorm", query, None)
+            key, _ = self.norm(f"{prefix}.k_layernorm", key, None)
+        query, key = self._rotate(layer, query, shape.heads), self._rotate(layer, key, shape.kv_heads)
         cached = [self._cache(f"{kind}_{layer}", new) for kind, new in (("key", key), ("value", value))]
         # Query heads that share a key-value head become rows of one product: G = heads / kv_heads times S rows.
         grouped = self._node("Reshape", [query, self._shape("grouped_heads", (0, shape.kv_heads, -1, shape.head_dim))])
-        attended = self._node("Attention", [grouped, *cached, "mask"], scale=shape.head_dim**-0.5)
+        attended = self._attend(grouped, cached[0], cached[1], "local_mask" if shape.windowed(layer) else "mask")
         heads_out = self._node("Reshape", [attended, self._shape("ungrouped_heads", (0, shape.heads, -1, shape.head_dim))])
         flat = self._node("Transpose", [heads_out], perm=[0, 2, 1, 3])
         return self._node("Reshape", [flat, self._shape("joined_heads", (0, 0, shape.q_rows))])
 
-    def silu_product(self, gate: str, up: str) -> str:
-        """Add silu(gate) * up."""
-        return self._node("Mul", [self._node("QuickGelu", [gate], domain=CONTRIB, alpha=1.0), up])
+    def gated(self, gate: str, up: str) -> str:
+        """Add activation(gate) * up."""
+        if self.shape.hidden_act == "gelu":
+            active = self._node("Gelu", [gate], approximate="tanh")
+        else:
+            active = self._node("QuickGelu", [gate], domain=CONTRIB, alpha=1.0)
+        return self._node("Mul", [active, up])
+
+    def halves(self, x: str) -> list[str]:
+        """Add the two halves of the last axis."""
+        sizes = self._shape("half_sizes", (self.shape.intermediate, self.shape.intermediate))
+        return self._nodes("Split", [x, sizes], 2, axis=-1)
 
     def head(self, hidden: str) -> None:
-        """Add lm_head on the wanted rows. It stays in full precision."""
+        """Add lm_head on the wanted rows. It stays in full precision. A shared one is the embedding."""
         rows = self._node("GatherND", [hidden, "rows"], batch_dims=1)
-        weight = self._weight("lm_head.weight", self._load("lm_head.weight").T.copy())
-        self.nodes.append(helper.make_node("MatMul", [rows, weight], ["logits"]))
+        name = "lm_head.weight" if "lm_head.weight" in self.entries else "transformer.vocab_embedding.weight"
+        logits = self._node("MatMul", [rows, self._weight("lm_head.weight", self._load(name).T.copy())])
+        if self.shape.final_softcap is not None:
+            logits = self._softcap(logits, self.shape.final_softcap)
+        self.nodes[-1].output[0] = "logits"
 
     def save(self) -> None:
         """Write model.onnx."""
@@ -122,6 +144,28 @@ class GraphBuilder:
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=11, producer_name="specbuild")
         onnx.save_model(model, self.out / "model.onnx")
+
+    def _rotate(self, layer: int, x: str, heads: int) -> str:
+        """Add rotary positions to (B, heads, S, head_dim)."""
+        shape = self.shape
+        tables = "local_rotary" if shape.windowed(layer) and shape.rope_theta_local is not None else "rotary"
+        part = {"rotary_embedding_dim": shape.rotary_dim, "num_heads": heads} if shape.rotary_dim < shape.head_dim else {}
+        return self._node("RotaryEmbedding", [x, f"{tables}.cos", f"{tables}.sin", "positions"], **part)
+
+    def _attend(self, query: str, key: str, value: str, mask: str) -> str:
+        """Add attention. With a soft cap it is spelled out: ONNX Runtime 1.23 caps masked scores too, which unmasks them."""
+        scale, cap = self.shape.attention_scale, self.shape.attn_softcap
+        if cap is None:
+            return self._node("Attention", [query, key, value, mask], scale=scale)
+        scores = self._softcap(self._node("FusedMatMul", [query, key], domain=CONTRIB, transB=1, alpha=scale), cap)
+        hidden = self._weight("minus_infinity", np.array(-np.inf, np.float32))
+        weights = self._node("Softmax", [self._node("Where", [mask, scores, hidden])], axis=-1)
+        return self._node("MatMul", [weights, value])
+
+    def _softcap(self, x: str, cap: float) -> str:
+        """Add cap * tanh(x / cap)."""
+        constant = self._weight(f"cap_{cap}", np.array(cap, np.float32))
+        return self._node("Mul", [self._node("Tanh", [self._node("Div", [x, constant])]), constant])
 
     def _to_heads(self, x: str, count: int) -> str:
         split = self._shape(f"split_heads_{count}", (0, 0, count, self.shape.head_dim))
@@ -135,11 +179,10 @@ class GraphBuilder:
         self.nodes.append(helper.make_node("ScatterND", [f"past_{name}", "cells", new], [f"present_{name}"]))
         return f"present_{name}"
 
-    def _add_rotary_tables(self, positions: int) -> None:
-        frequencies = self.shape.rope_theta ** (-np.arange(0, self.shape.head_dim, 2, dtype=np.float64) / self.shape.head_dim)
+    def _add_rotary_tables(self, name: str, frequencies: Array, positions: int) -> None:
         angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies
-        self._weight("rotary.cos", np.cos(angles).astype(np.float32))
-        self._weight("rotary.sin", np.sin(angles).astype(np.float32))
+        self._weight(f"{name}.cos", np.cos(angles).astype(np.float32))
+        self._weight(f"{name}.sin", np.sin(angles).astype(np.float32))
 
     def _shape(self, name: str, values: tuple[int, ...]) -> str:
         return self._weight(name, np.array(values, np.int64))

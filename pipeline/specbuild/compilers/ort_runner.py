@@ -12,6 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from specbuild.artifacts import Engine
+from specbuild.compilers.rotary import mask_names
 from specbuild.errors import EngineError
 
 Array = np.ndarray[Any, Any]
@@ -49,6 +50,7 @@ class OrtRunner:
     def __init__(self, engine_dir: Path, max_slots: int = 8, threads: int = 0, vocab_size: int = 0) -> None:
         engine = Engine.open(engine_dir)
         self.shape = engine.shape
+        self._masks = mask_names(engine.shape)
         self.vocab_size = vocab_size or engine.shape.vocab  # ids beyond the tokenizer's are padding and never returned
         self.max_seq_len = engine.max_seq_len
         self._last_position = engine.max_seq_len + engine.max_draft_len - 1  # padding beyond it has no rotary row
@@ -148,8 +150,8 @@ class OrtRunner:
             "input_ids": ids,
             "positions": np.minimum(positions, self._last_position),
             "cells": self._cells(positions),
-            "mask": self._mask(positions),
             "rows": rows,
+            **{name: self._mask(positions, self.shape.window if name == "local_mask" else None) for name in self._masks},
         }
         binding = self._bind(jobs[0].slot, jobs[-1].slot + 1)
         for name, value in inputs.items():
@@ -170,12 +172,12 @@ class OrtRunner:
         cells[..., 2] = positions[:, None, :]
         return cells
 
-    def _mask(self, positions: Array) -> Array:
+    def _mask(self, positions: Array, window: int | None) -> Array:
         """Return (B, 1, G * S, T) bool: each new token sees itself and what came before, within the window."""
         columns = np.arange(self._capacity)
         mask: Array = columns <= positions[:, :, None]
-        if self.shape.window is not None:
-            mask &= columns > positions[:, :, None] - self.shape.window
+        if window is not None:
+            mask &= columns > positions[:, :, None] - window
         return np.tile(mask, (1, self.shape.heads // self.shape.kv_heads, 1))[:, None]
 
     def _resize(self, needed: int) -> None:

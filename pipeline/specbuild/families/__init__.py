@@ -6,17 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from specbuild.errors import CheckpointError
-from specbuild.families import llama, mistral
+from specbuild.families import gemma, gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from specbuild.families.family import Family, TensorRule
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (llama.FAMILY, mistral.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.architecture: module.FAMILY for module in (llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, phi3)
+}
 
 __all__ = ["FAMILIES", "Family", "TensorRule", "find_family"]
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
     """Return the family of a Hugging Face config.json; raise CheckpointError with the supported list."""
-    names = config.get("architectures") or ["(none)"]
-    if names[0] not in FAMILIES:
-        raise CheckpointError(f"Cannot convert architecture {names[0]}: expected one of {', '.join(FAMILIES)}. Remote code is never run.")
-    return FAMILIES[names[0]]
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if not isinstance(name, str) or name not in FAMILIES or not isinstance(names, list):
+        raise CheckpointError(f"Cannot convert architecture {name}: expected one of {', '.join(FAMILIES)}. Remote code is never run.")
+    return FAMILIES[name]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specbuild.errors import CheckpointError
 from specbuild.shape import ModelShape
 
-Split = Literal["none", "rows", "columns", "qkv", "vocab"]
+Split = Literal["none", "rows", "columns", "qkv", "gate_up", "vocab"]
 
 
 def always(_: ModelShape) -> bool:
@@ -22,13 +24,15 @@ class TensorRule:
 
     `{i}` stands for the layer; names without it belong to the whole model.
     Split: none = on every rank; rows, columns = cut along that axis; qkv = q, k and v rows cut apart, then joined again;
-    vocab = rows, zero-padded to a multiple of the ranks.
+    gate_up = a source of gate rows above up rows becomes each rank's up rows above its gate rows;
+    vocab = rows, zero-padded to a multiple of the ranks. `offset` is added to the weights.
     """
 
     name: str
     sources: tuple[str, ...]
     split: Split = "none"
     when: Callable[[ModelShape], bool] = always
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,42 @@ class Family:
     rules: tuple[TensorRule, ...]
     ignored: tuple[str, ...] = ()  # endings of Hugging Face tensors that carry no weights
     atol: float = 1e-4  # float32 logits against transformers
+    tllm_keys: Mapping[str, Any] = field(default_factory=dict)  # further keys of the TensorRT-LLM config.json
+    # TensorRT-LLM shares one table between embedding and lm_head, split among ranks like lm_head: a tied lm_head is not written
+    shares_embedding: bool = False
+
+
+def read_number(config: Mapping[str, Any], key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
+    """Return a positive number of a config.json (`default` where it is absent or null); KeyError when it is absent and has none."""
+    value: Any = config[key] if default is None else config.get(key)
+    if value is None:
+        value = default
+    if type(value) not in (int, kind) or not 0 < value < math.inf:
+        what = "a whole number" if kind is int else "a number"
+        raise CheckpointError(
+            f"Cannot convert {config['architectures'][0]}: {key} is {value!r}, expected {what} above 0. Fetch the model's own config.json."
+        )
+    return value
+
+
+def read_window(config: Mapping[str, Any]) -> int | None:
+    """Return sliding_window, None where it is null: full attention."""
+    return None if config.get("sliding_window") is None else int(read_number(config, "sliding_window", int))
+
+
+def read_flag(config: Mapping[str, Any], key: str) -> bool:
+    """Return a switch of a config.json, false where it is absent or null."""
+    value = config.get(key) or False
+    if not isinstance(value, bool):
+        raise CheckpointError(f"Cannot convert {config['architectures'][0]}: {key} is {value!r}, expected true or false. Mend config.json.")
+    return value
+
+
+def check_fields(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise CheckpointError for the first field whose value would change the maths; an absent field has its first value."""
+    for key, values in allowed.items():
+        if config.get(key, values[0]) not in values:
+            raise CheckpointError(
+                f"Cannot convert {config['architectures'][0]}: {key} is {config[key]!r}, expected {values[0]!r}. "
+                "This version does not support it."
+            )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specbuild.quant.packing import pack_rows, unpack_rows
-from specbuild.quant.rounding import round_groups
+from specbuild.quant.rounding import fold_prequant, round_groups
+from specbuild.quant.scales import LinearScales
 from specbuild.quant.scheme import Levels, QuantScheme, Tensors
 from specbuild.tensorfile import TensorSpec
 
@@ -22,10 +23,11 @@ def _plan(spec: TensorSpec, group_size: int) -> list[TensorSpec]:
     ]
 
 
-def _quantize(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:
-    q, scale = round_groups(weight, group_size)
-    ones = weight.new_ones(weight.shape[1])
-    return {"weight": pack_rows(q), "weights_scaling_factor": scale, "prequant_scaling_factor": ones}
+def _quantize(weight: torch.Tensor, group_size: int, scales: LinearScales | None) -> dict[str, torch.Tensor]:
+    prequant = weight.new_ones(weight.shape[1]) if scales is None else scales.prequant.to(weight.dtype)
+    folded = weight if scales is None else fold_prequant(weight, scales.prequant)
+    q, scale = round_groups(folded, group_size)
+    return {"weight": pack_rows(q), "weights_scaling_factor": scale, "prequant_scaling_factor": prequant}
 
 
 def _levels(tensors: Tensors) -> Levels:
@@ -37,4 +39,4 @@ def _settings(group_size: int) -> dict[str, Any]:
     return {"group_size": group_size, "has_zero_point": False, "pre_quant_scale": True, "exclude_modules": ["lm_head"]}
 
 
-INT4_AWQ = QuantScheme("int4_awq", "W4A16_AWQ", 4, True, _plan, _quantize, _levels, _settings)
+INT4_AWQ = QuantScheme("int4_awq", "W4A16_AWQ", 4, True, _plan, _quantize, _levels, _settings, takes_scales=True)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specbuild.quant.scales import LinearScales
 from specbuild.tensorfile import TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, "torch.Tensor"]
+BY_ROW = ("weight", "weights_scaling_factor")  # stored tensors whose rows depend on the same rows of the weight, and on no others
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Levels:
 class QuantScheme:
     """A scheme, by its upstream qformat name. `suffixes` of a linear layer's tensors replace `weight`.
 
-    plan(spec, group_size): the tensors stored for a linear weight. quantize(weight, group_size): those tensors.
+    plan(spec, group_size): the tensors stored for a linear weight. quantize(weight, group_size, scales): those tensors, of the
+    whole weight or of an even number of its rows; without scales the prequant scales are ones.
     levels(tensors): the same as integers and scales, or None when the weight stays as it is.
     """
 
@@ -37,13 +40,15 @@ class QuantScheme:
     bits: int
     grouped: bool
     plan: Callable[[TensorSpec, int], list[TensorSpec]]
-    quantize: Callable[[torch.Tensor, int], dict[str, torch.Tensor]]
+    quantize: Callable[[torch.Tensor, int, LinearScales | None], dict[str, torch.Tensor]]
     levels: Callable[[Tensors], Levels | None]
     settings: Callable[[int], dict[str, Any]]  # further keys of config.json's `quantization`
-    needs_calibration: bool = False
+    takes_scales: bool = False
+    needs_calibration: bool = False  # nothing to fall back on when no scales are given
+    activation_bits: int = 16
 
 
-def keep_weight(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:  # noqa: ARG001
+def keep_weight(weight: torch.Tensor, group_size: int, scales: LinearScales | None) -> dict[str, torch.Tensor]:  # noqa: ARG001
     """Store the weight as it is."""
     return {"weight": weight}
 

@@ -11,7 +11,7 @@ import numpy as np
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from specbuild.errors import ServingError
+from specbuild.errors import ConfigError, ServingError
 from specbuild.spec.sampling import Sampling
 from specbuild.triton.contract import ENSEMBLE, PUBLIC, TensorSpec
 from specbuild.triton.wire import DTYPES
@@ -137,10 +137,19 @@ class _Stream:
 
 def make_input(spec: TensorSpec, value: Any) -> Any:
     """Make the tensor of one public input, a batch of 1."""
+    check_range(spec, value)
     items = [item.encode() if isinstance(item, str) else item for item in (value if isinstance(value, list) else [value])]
     tensor = triton.InferInput(spec.name, [1, len(items)], spec.dtype)
     tensor.set_data_from_numpy(np.array([items], DTYPES[spec.dtype]))
     return tensor
+
+
+def check_range(spec: TensorSpec, value: Any) -> None:
+    """Raise ConfigError for a number that its tensor cannot hold: it would wrap around without a word."""
+    if spec.dtype == "INT32" and not -(2**31) <= value < 2**31:
+        raise ConfigError(f"Cannot send {spec.name}={value}: expected a number below 2^31. Send a smaller one.")
+    if spec.dtype == "FP32" and value and not np.finfo(np.float32).tiny <= abs(value) <= np.finfo(np.float32).max:
+        raise ConfigError(f"Cannot send {spec.name}={value}: expected a number that float32 can hold. Send one closer to 1.")
 
 
 def is_final(result: Any) -> bool:

@@ -44,6 +44,7 @@ class PairServing:
         """The parameters of the loop's config.pbtxt; `LoopSettings.from_parameters` reads them back."""
         names = ("draft_len", "max_draft_len", "rule", "drafter", "context", "draft_context", "pad_id", "vocab_size")
         values = {name: str(getattr(self, name)) for name in names}
+        values["max_running"] = str(self.max_batch_size)
         return {"pair": self.name, **values, "end_ids": ",".join(map(str, self.end_ids))}
 
 

@@ -24,12 +24,13 @@ class LoopSettings:
     draft_context: int
     end_ids: frozenset[int]
     vocab_size: int
+    max_running: int  # requests that run at once, one for each sequence that an engine keeps; more wait their turn
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, Any]) -> "LoopSettings":
         """Read the parameters of config.pbtxt, as Triton hands them over: {key: {"string_value": text}}."""
         text = {key: str(value["string_value"]) for key, value in parameters.items()}
-        numbers = {key: int(text[key]) for key in ("draft_len", "max_draft_len", "context", "draft_context", "vocab_size")}
+        numbers = {key: int(text[key]) for key in ("draft_len", "max_draft_len", "context", "draft_context", "vocab_size", "max_running")}
         end_ids = frozenset(int(part) for part in text["end_ids"].split(",") if part)
         return cls(rule=text["rule"], drafter=text["drafter"], end_ids=end_ids, **numbers)
 

@@ -3,7 +3,9 @@
 import ctypes
 import http.client
 import importlib.util
+import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -105,14 +107,29 @@ def make_command(installation: Installation, repository: Path, ports: Ports, add
     command = [str(installation.binary), f"--model-repository={repository}", "--disable-auto-complete-config"]
     command += [f"{option}={number}" for option, number in ports.as_options().items()]
     command += [f"--{service}-address={address}" for service in ("http", "grpc", "metrics")]
-    command += [f"--backend-config=python,shm-region-prefix-name={make_shm_prefix(ports)}"]
+    command += [f"--id={make_id(ports)}", f"--backend-config=python,shm-region-prefix-name={make_id(ports)}"]
     command += [f"--exit-timeout-secs={GRACE_SECONDS // 2}"]
     return command if backends_dir is None else [*command, f"--backend-directory={backends_dir}"]
 
 
-def make_shm_prefix(ports: Ports) -> str:
-    """The name under which the Python backend keeps its regions in /dev/shm; two servers on one machine must not meet there."""
+def make_id(ports: Ports) -> str:
+    """The name by which a server answers, and under which its Python backend keeps regions in /dev/shm: one for each process."""
     return f"specbuild-{ports.grpc}-{os.getpid()}-"
+
+
+def find_address(address: str) -> str:
+    """Return the IPv4 address of a host name or address; raises ServingError when it has none."""
+    try:
+        return str(socket.getaddrinfo(address or "(empty)", None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        reason = f"it is no IPv4 address and no name of one ({error.strerror or error})"
+        raise ServingError(f"Cannot listen on {address!r}: {reason}. Use 127.0.0.1, or 0.0.0.0 for all.") from error
+
+
+def make_scratch() -> "tempfile.TemporaryDirectory[str]":
+    """Make a temporary directory whose path a shell reads as one word."""
+    standard = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(prefix="specbuild-triton-", dir=standard if shlex.quote(standard) == standard else "/tmp")
 
 
 def check_ports(ports: Ports, address: str) -> None:
@@ -122,7 +139,7 @@ def check_ports(ports: Ports, address: str) -> None:
         twins = [name for name, other in options.items() if other == number]
         if len(twins) > 1:
             raise ServingError(f"Cannot start Triton: {' and '.join(twins)} are both {number}. Give each its own port.")
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((address, number))
@@ -166,14 +183,17 @@ class Server:
         if not self.repository.is_dir():
             raise ServingError(f"Cannot serve {self.repository}: no such model repository. Make it with `specbuild package CONFIG`.")
         installation = find_installation()
+        self.address = find_address(self.address)
         check_ports(self.ports, self.address)
-        backends_dir = None
+        self._scratch = make_scratch()
+        # The Python backend starts its stubs through a shell, with paths as they are: none of them may hold a space.
+        repository, backends_dir = Path(self._scratch.name) / "repository", None
+        repository.symlink_to(self.repository.resolve())
         if installation.bundle is not None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="specbuild-triton-")
             backends_dir = Path(self._scratch.name) / "backends"
             write_backends(installation.bundle, backends_dir)
         self._process = subprocess.Popen(
-            make_command(installation, self.repository.resolve(), self.ports, self.address, backends_dir),
+            make_command(installation, repository, self.ports, self.address, backends_dir),
             env=make_environment(installation.bundle, os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -211,11 +231,14 @@ class Server:
         raise ServingError(f"Triton was not ready within {timeout:g} s; its log says: {reason}. Allow more time with --timeout.")
 
     def _is_ready(self) -> bool:
+        """Whether this server answers that it is ready; another one on the same port is not this."""
         connection = http.client.HTTPConnection(self.address, self.ports.http, timeout=2)
         try:
+            connection.request("GET", "/v2")
+            name = json.loads(connection.getresponse().read()).get("name")
             connection.request("GET", "/v2/health/ready")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+            return bool(name == make_id(self.ports)) and connection.getresponse().status == 200
+        except (OSError, ValueError, AttributeError, http.client.HTTPException):
             return False
         finally:
             connection.close()
@@ -250,7 +273,7 @@ class Server:
             self._pump.join(timeout=5)
         if self._scratch is not None:
             self._scratch.cleanup()
-        for region in Path("/dev/shm").glob(f"{make_shm_prefix(self.ports)}*"):  # a server that was killed leaves its own
+        for region in Path("/dev/shm").glob(f"{make_id(self.ports)}*"):  # a server that was killed leaves its own
             region.unlink(missing_ok=True)
         return code
 

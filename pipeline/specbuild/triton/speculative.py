@@ -20,9 +20,6 @@ from specbuild.triton.contract import DRAFT, LOOP, MODELS, TARGET
 from specbuild.triton.request import LoopSettings, TextRequest, refuse_parameters
 from specbuild.triton.wire import make_error, make_tensors, read_item, read_tensors
 
-MAX_RUNNING = 64
-"""Requests that run at once; more wait their turn. Each holds a thread that mostly waits for an engine."""
-
 
 class RunningRequests:
     """Which requests run, by id, so that another request can stop them. Clients may share an id: a stop ends all that do."""
@@ -69,7 +66,7 @@ class SpeculativeModel:
         self._settings = LoopSettings.from_parameters(parameters)
         self._tokenizer = load_tokenizer(version_dir)
         self._running = RunningRequests()
-        self._pool = ThreadPoolExecutor(MAX_RUNNING, thread_name_prefix="request")
+        self._pool = ThreadPoolExecutor(self._settings.max_running, thread_name_prefix="request")
         self._counters = Counters(pb_utils)
 
     def submit(self, request: Any) -> None:

@@ -30,7 +30,7 @@ def served(tmp_path):
     def make(rule="rejection", drafter="model", end_ids="7,3", target=None, draft=None):
         parameters = {
             "draft_len": 3, "max_draft_len": 6, "rule": rule, "drafter": drafter, "context": 64, "draft_context": 60, "vocab_size": 12,
-            "end_ids": end_ids,
+            "end_ids": end_ids, "max_running": 16,
         }  # fmt: skip
         fake_triton.ENGINES["target"] = EngineModel(target or TableModel(seed=1), "target", rule)
         fake_triton.ENGINES["draft"] = EngineModel(draft or TableModel(seed=2), "draft", rule)
