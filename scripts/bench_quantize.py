@@ -3,7 +3,7 @@
 
 usage: python scripts/bench_quantize.py [--gigabytes 2] [--tp 2] [--runs 3] [--dir DIRECTORY]
 
-Runs are paired, cp and ours in turn on the same disk, each until its bytes are on the disk (`sync` of its files is counted). The two
+Runs are paired, cp and ours in turn on the same disk, each until its bytes are on the disk (the stages sync their own files). The two
 stages run in a child process whose peak resident memory is printed. The directory needs about five times the size; it is emptied again.
 """
 
@@ -127,19 +127,20 @@ def measure(root: Path, args: argparse.Namespace) -> None:
     rows = []
     for run in range(args.runs):
         copy = timed(lambda: subprocess.run(["cp", "-r", source, root / "copy"], check=True), root / "copy")
-        seconds = timed(ours, work)
+        whole = timed(ours, work)
         convert, quantize, peak = results.get()
-        rows.append((copy, seconds, seconds / copy, peak))
+        stages = convert + quantize
+        rows.append((copy, whole, stages, whole / copy, stages / copy, peak))
         print(
-            f"run {run}: cp {copy:.2f} s, convert and quantize {seconds:.2f} s (convert {convert:.2f}, quantize {quantize:.2f}, the rest "
-            f"imports and sync): {seconds / copy:.2f} times cp; peak resident memory {peak / 1e9:.2f} GB",
+            f"run {run}: cp {copy:.2f} s; convert {convert:.2f} s + quantize {quantize:.2f} s, {stages / copy:.2f} times cp; the whole "
+            f"process with its imports {whole:.2f} s, {whole / copy:.2f} times; peak resident memory {peak / 1e9:.2f} GB",
             flush=True,
         )
-    copy, seconds, ratio, _ = (statistics.median(column) for column in zip(*rows, strict=True))
-    peak = max(row[3] for row in rows)
+    copy, whole, stages, whole_ratio, ratio, _ = (statistics.median(column) for column in zip(*rows, strict=True))
     print(
-        f"median of {args.runs}: {size / 1e9:.2f} GB, tp {args.tp}: cp {copy:.2f} s ({size / copy / 1e9:.2f} GB/s), convert and quantize "
-        f"{seconds:.2f} s ({size / seconds / 1e9:.2f} GB/s): {ratio:.2f} times cp; peak resident memory {peak / 1e9:.2f} GB"
+        f"median of {args.runs}, {size / 1e9:.2f} GB, tp {args.tp}: cp {copy:.2f} s ({size / copy / 1e9:.2f} GB/s); convert and quantize "
+        f"{stages:.2f} s ({size / stages / 1e9:.2f} GB/s), {ratio:.2f} times cp; the whole process {whole:.2f} s, {whole_ratio:.2f} times; "
+        f"peak resident memory {max(row[-1] for row in rows) / 1e9:.2f} GB"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.check import check_context, load_shape
 from specbuild.compilers import Limits, find_compiler
@@ -34,10 +36,14 @@ def check_build(config: PairConfig, role: Role) -> Record:
     compiler.check(source.shape, scheme, quantization.get("group_size", 0), mapping["tp_size"], mapping["pp_size"])
     check_context(config, role, source.shape)
     compiler.check_pair(config, {each: checkpoint.shape for each, checkpoint in sources.items()})
-    limits = make_limits(config, role, source.shape)
-    used = {name: getattr(limits, name) for name in compiler.LIMITS}
-    parameters = {"compiler": config.build.compiler, **used, **compiler.check_machine(scheme)}
+    parameters = {**build_parameters(config, role, source.shape), **compiler.check_machine(scheme)}
     return Record("build", parameters, {"checkpoint": digest_artifact(source.directory)}, compiler.PACKAGES)
+
+
+def build_parameters(config: PairConfig, role: Role, shape: ModelShape) -> dict[str, Any]:
+    """Return the part of the YAML that an engine depends on."""
+    limits = make_limits(config, role, shape)
+    return {"compiler": config.build.compiler, **{name: getattr(limits, name) for name in find_compiler(config.build.compiler).LIMITS}}
 
 
 def check_machine(config: PairConfig) -> None:

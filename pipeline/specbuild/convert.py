@@ -40,10 +40,14 @@ def run_convert(config: PairConfig, role: Role, force: bool = False) -> bool:
     """Write `<workdir>/<role>/checkpoint`; return whether it was made anew."""
     model = config.model_of(role)
     source = HFCheckpoint.open(find_model_dir(model, config.path, weights=True))
-    parameters = {"dtype": model.dtype, "tp": model.tp, "pp": model.pp}
     files = [source.directory / "config.json", *source.weight_files]
-    record = Record("convert", parameters, {"model": digest_files(files)}, ("torch",))
+    record = Record("convert", convert_parameters(model), {"model": digest_files(files)}, ("torch",))
     return make_artifact(config.dir_of(role, "checkpoint"), record, force, lambda out: write_checkpoint(source, model, out, role))
+
+
+def convert_parameters(model: ModelConfig) -> dict[str, Any]:
+    """Return the part of the YAML that a checkpoint depends on."""
+    return {"dtype": model.dtype, "tp": model.tp, "pp": model.pp}
 
 
 def write_checkpoint(source: HFCheckpoint, model: ModelConfig, out: Path, label: str) -> None:

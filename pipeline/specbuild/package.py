@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from specbuild.artifacts import Engine, find_end_ids, find_model_dir, load_json
+from specbuild.built import check_built, roles_needed
 from specbuild.check import check_vocabularies
 from specbuild.compilers import find_compiler
-from specbuild.config import ROLES, PairConfig
+from specbuild.config import PairConfig
 from specbuild.errors import EngineError
 from specbuild.provenance import Record, digest_artifact, digest_files, make_artifact
 from specbuild.tokenizer import count_ids, load_tokenizer
@@ -17,7 +18,8 @@ from specbuild.triton.repository import PairServing, check_repository, find_temp
 def run_package(config: PairConfig, force: bool = False) -> bool:
     """Write `<workdir>/model_repository`; return whether it was made anew."""
     check_vocabularies(config)
-    roles = ROLES if config.speculation.drafter == "model" else ROLES[:1]
+    roles = roles_needed(config)
+    check_built(config, roles)
     engines = {role: Engine.open(config.dir_of(role, "engine")) for role in roles}
     for engine in engines.values():
         find_compiler(engine.compiler).check_serving(engine)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from specbuild.artifacts import Engine, find_end_ids, find_model_dir
+from specbuild.built import check_built, roles_needed
 from specbuild.check import check_names
 from specbuild.compilers import Runner, find_compiler
-from specbuild.config import ROLES, PairConfig
+from specbuild.config import PairConfig
 from specbuild.errors import ConfigError, EngineError
 from specbuild.spec.accept import ModelVerifier
 from specbuild.spec.drafters import DRAFTERS
@@ -65,7 +66,8 @@ class Pair:
 def open_pair(config: PairConfig, slots: int = 1) -> Pair:
     """Open a pair's engines in this process; raise SpecbuildError when they are not built, or cannot run here."""
     check_names(config)
-    roles = ROLES if config.speculation.drafter == "model" else ROLES[:1]
+    roles = roles_needed(config)
+    check_built(config, roles)
     engines = {role: Engine.open(config.dir_of(role, "engine")) for role in roles}
     directory = find_model_dir(config.target, config.path, weights=False)
     tokenizer = load_tokenizer(directory)

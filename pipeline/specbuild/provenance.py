@@ -77,6 +77,14 @@ def is_current(directory: Path, record: Record) -> bool:
         return False
 
 
+def find_parameters(directory: Path) -> dict[str, Any]:
+    """Return the parameters that a directory was made with; empty when it was made by no stage."""
+    try:
+        return dict(json.loads((directory / FILE).read_text())["parameters"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def digest_outputs(directory: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the digest of each file; without times, so that a copied directory is still what it was."""
     return {name: digest_files([directory / name], times=False) for name in names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.config import PairConfig, QuantizeConfig, Role
@@ -26,16 +27,17 @@ def run_quantize(config: PairConfig, role: Role, force: bool = False) -> bool:
     settings = config.model_of(role).quantize
     scheme = find_scheme(settings.scheme)
     source = TllmCheckpoint.open(config.dir_of(role, "checkpoint"))
-    parameters = {
-        "scheme": scheme.name,
-        "calibration": settings.calibration,
-        **({"group_size": settings.group_size} if scheme.grouped else {}),
-    }
-    record = Record("quantize", parameters, {"checkpoint": digest_artifact(source.directory)}, ("torch",))
+    record = Record("quantize", quantize_parameters(settings), {"checkpoint": digest_artifact(source.directory)}, ("torch",))
     made = make_artifact(config.dir_of(role, "quantized"), record, force, lambda out: write_quantized(source, scheme, settings, out, role))
     if made:
         log(describe(role, scheme, settings))
     return made
+
+
+def quantize_parameters(settings: QuantizeConfig) -> dict[str, Any]:
+    """Return the part of the YAML that a quantized checkpoint depends on."""
+    grouped = {"group_size": settings.group_size} if find_scheme(settings.scheme).grouped else {}
+    return {"scheme": settings.scheme, "calibration": settings.calibration, **grouped}
 
 
 def describe(role: str, scheme: QuantScheme, settings: QuantizeConfig) -> str:

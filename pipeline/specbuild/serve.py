@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from specbuild.artifacts import Engine
+from specbuild.built import check_built, roles_needed
 from specbuild.compilers import find_compiler
 from specbuild.config import ROLES, PairConfig
 from specbuild.errors import ServingError
@@ -18,6 +19,7 @@ from specbuild.triton.server import Ports, Server
 def run_serve(config: PairConfig, ports: Ports, address: str, timeout: float) -> None:
     """Serve `<workdir>/model_repository` until SIGINT or SIGTERM; raise ServingError when the server fails by itself."""
     check_engines(config)
+    check_built(config, roles_needed(config))
     server = Server(check_packaged(config.repository_dir), ports, address, log=sys.stderr)
     try:
         server.start()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specbuild import tensorfile
 from specbuild.artifacts import HFCheckpoint, TllmCheckpoint
 from specbuild.config import ModelConfig, QuantizeConfig
 from specbuild.convert import write_checkpoint
@@ -110,6 +111,20 @@ def test_every_tensor_and_every_key_equals_the_exporter_s(write_case, name):
     assert case["config"].keys() <= READ.keys() | INFORMATION | CHOSEN.keys()
     for key, allowed in CHOSEN.items():
         assert allowed(config[key], case["config"][key], case), (key, config[key], case["config"][key])
+
+
+@pytest.mark.parametrize("name", ["llama/int4_awq-bfloat16-tp2.json", "llama/int8_sq-float16-tp2.json", "gemma/full_prec-float16-tp2.json"])
+def test_blocks_of_rows_and_mapped_files_change_nothing(write_case, name, monkeypatch):
+    """Real tensors are mapped and worked on in many blocks; these are too small for either, unless they are told to."""
+    case = load_case(name)
+    whole, blocks = write_case(case), None
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorfile, "_BLOCK", 1000)
+        patch.setattr(tensorfile, "_MAPPED", 1)
+        patch.setattr(tensorfile, "_WRITE", 777)
+        blocks = write_case(case)
+    for rank in range(case["tp"]):
+        assert (whole / f"rank{rank}.safetensors").read_bytes() == (blocks / f"rank{rank}.safetensors").read_bytes()
 
 
 def test_no_golden_is_lost():

@@ -16,6 +16,7 @@ from specbuild.check import check_pair
 from specbuild.config import load_config
 from specbuild.convert import run_convert
 from specbuild.errors import CheckpointError, ConfigError, ServingError, SpecbuildError
+from specbuild.package import run_package
 from specbuild.pair import open_pair
 from specbuild.tokenizer import count_ids, load_tokenizer
 from specbuild.triton.client import check_range
@@ -204,6 +205,23 @@ def test_shipped_prompts_are_cut_to_a_small_context(tiny_pair):
     assert report.passed
     with pytest.raises(ConfigError, match="context"):
         run_verify(pair, ["def " * 300], 16, (4,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"build": {"max_seq_len": 64}}, "max_seq_len 256, .* says 64"),
+        ({"build": {"kernels": "fast"}}, "kernels 'width-independent', .* says 'fast'"),
+        ({"target": {"quantize": {"scheme": "full_prec"}}}, "scheme 'int4_awq', .* says 'full_prec'"),
+        ({"draft": {"dtype": "float16"}}, "dtype 'bfloat16', .* says 'float16'"),
+    ],
+    ids=str,
+)
+def test_what_was_built_from_another_yaml_is_not_used(tiny_pair, tmp_path, changes, message):
+    config = changed_yaml(tiny_pair, tmp_path, **changes)
+    for use in (open_pair, run_package):
+        with pytest.raises(ConfigError, match=rf"Cannot use .* was made for {message}"):
+            use(config)
 
 
 def test_an_unknown_drafter_is_one_line_for_every_command(tiny_pair, tmp_path):

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specbuild.errors import CheckpointError
-from specbuild.tensorfile import TensorSpec, TensorWriter, read_header
+from specbuild.tensorfile import TensorSpec, TensorWriter, find_not_finite, read_header, row_blocks, run_each
 
 DTYPES = {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}  # fmt: skip
@@ -66,6 +66,75 @@ def test_a_promised_tensor_must_be_written(tmp_path):
     writer.write("a", torch.ones(1))
     with pytest.raises(CheckpointError, match="tensor b was never written"):
         writer.close()
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_large_tensor_is_read_wherever_it_lies_and_may_be_changed(tmp_path, shift):
+    """A header of any length is legal, so data may lie at odd offsets."""
+    tensor = torch.randn(3, 500_000, generator=torch.Generator().manual_seed(0)).half()
+    item = {"dtype": "F16", "shape": [3, 500_000], "data_offsets": [6, 6 + tensor.nbytes]}
+    raw = json.dumps({"small": {"dtype": "F16", "shape": [3], "data_offsets": [0, 6]}, "t": item}).encode()
+    raw += b" " * (len(raw) % 2 + shift)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + torch.ones(3).half().numpy().tobytes() + tensor.numpy().tobytes())
+    entry = read_header(path)["t"]
+    assert entry.offset % 2 == shift
+    loaded = entry.load()
+    assert torch.equal(loaded, tensor)
+    loaded.zero_()
+    assert torch.equal(entry.load(), tensor)
+
+
+def test_rows_are_written_in_any_order_and_all_are_wanted(tmp_path):
+    tensor = torch.arange(12.0).reshape(4, 3)
+    writer = TensorWriter(tmp_path / "x.safetensors", [TensorSpec("t", "F32", (4, 3))])
+    writer.write_rows("t", 2, tensor[2:])
+    with pytest.raises(CheckpointError, match="2 rows of it still to come"):
+        writer.write_rows("t", 0, tensor[:3])
+    writer.write_rows("t", 0, tensor[:2])
+    writer.close()
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["t"], tensor)
+    writer = TensorWriter(tmp_path / "x.safetensors", [TensorSpec("t", "F32", (4, 3))])
+    writer.write_rows("t", 0, tensor[:2])
+    with pytest.raises(CheckpointError, match="tensor t was never written"):
+        writer.close()
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 1), (6, 1 << 18), (3, 1 << 20), (1001, 997), (0, 4)])
+def test_row_blocks_are_a_tensor_in_even_steps(shape):
+    blocks = list(row_blocks(shape))
+    assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(shape[0]))
+    assert all((block.stop - block.start) % 2 == 0 for block in blocks[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_the_first_row_that_is_not_finite_is_found(dtype, value):
+    tensor = torch.full((3000, 300), torch.finfo(dtype).max, dtype=dtype)
+    tensor[0, 0], tensor[1, 1] = -torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal / 4
+    assert find_not_finite(tensor) is None
+    assert find_not_finite(tensor.chunk(2, dim=1)[1]) is None
+    tensor[2999, 299] = value
+    assert find_not_finite(tensor) == 2999
+    tensor[5, 0] = value
+    assert find_not_finite(tensor) == 5
+    assert find_not_finite(tensor[:, 0]) == 5
+    assert find_not_finite(tensor[:0]) is None
+
+
+def test_work_is_done_in_order_on_one_core_each_and_the_first_error_ends_it():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert list(run_each(lambda i: (i, torch.get_num_threads()), range(50))) == [(i, 1) for i in range(50)]
+        assert torch.get_num_threads() == 2
+        begun = []
+        with pytest.raises(ZeroDivisionError):
+            list(run_each(lambda i: begun.append(i) or 1 / (3 - i), range(1000)))
+        assert len(begun) < 50
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def header(values):
