@@ -15,12 +15,15 @@ import pytest
 from specbuild.build import check_build, run_build
 from specbuild.check import check_pair
 from specbuild.cli import main
+from specbuild.compilers import tensorrt
 from specbuild.config import load_config
 from specbuild.convert import run_convert
-from specbuild.errors import ConfigError, SpecbuildError
+from specbuild.errors import ConfigError, EngineError, SpecbuildError
 from specbuild.package import run_package
+from specbuild.quant import find_scheme
 from specbuild.quantize import run_quantize
 from specbuild.serve import check_engines
+from specbuild.shape import ModelShape, RopeScaling
 
 ROLES = ("target", "draft")
 TENSORRT = {"target": {"quantize": {"group_size": 64}}, "build": {"compiler": "tensorrt"}}
@@ -270,6 +273,34 @@ def test_a_model_that_could_not_work_is_refused_by_check(tmp_path, write_pair_ya
     text = problem(check_pair, load_config(write_pair_yaml(tmp_path, **merged(TENSORRT, {role: section}))))
     for part in parts:
         assert part in text
+
+
+LLAMA_8B = {
+    "architecture": "LlamaForCausalLM", "layers": 2, "hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128,
+    "vocab": 128256, "max_positions": 8192, "rope_theta": 5e5, "norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "pp", "part"),
+    [
+        ({"rope_scaling": RopeScaling.make({"rope_type": "yarn", "factor": 4.0})}, 1, "'yarn'"),
+        ({"rope_scaling": RopeScaling.make({"type": "dynamic", "factor": 4.0})}, 1, "'dynamic'"),
+        ({"rope_scaling": RopeScaling.make({"rope_type": "linear", "factor": 8.0}), "rope_theta_local": 1e4}, 1, "'linear'"),
+        ({"architecture": "Phi3ForCausalLM", "hidden_act": "swiglu"}, 2, "for pp=2: .* Use pp: 1"),
+    ],
+    ids=["yarn", "dynamic", "Gemma 3 linear", "Phi-3 pp"],
+)
+def test_a_model_that_upstream_computes_otherwise_is_refused(changes, pp, part):
+    shape = ModelShape(**{**LLAMA_8B, **changes})
+    with pytest.raises(EngineError, match=rf"^Cannot build {shape.architecture} with tensorrt[^\n]*{part}[^\n]*$"):
+        tensorrt.check(shape, find_scheme("int4_awq"), 128, 1, pp)
+
+
+@pytest.mark.parametrize("kind", [None, {"rope_type": "llama3", "factor": 8.0}, {"type": "linear", "factor": 4.0}], ids=str)
+def test_a_model_that_upstream_computes_as_trained_is_accepted(kind):
+    shape = ModelShape(**LLAMA_8B, rope_scaling=RopeScaling.make(kind) if kind else None)
+    tensorrt.check(shape, find_scheme("int4_awq"), 128, 2, 2)
 
 
 def test_build_refuses_what_check_does_before_anything_runs(pair, machine):

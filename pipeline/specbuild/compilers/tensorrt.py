@@ -25,8 +25,9 @@ LIMITS = ("max_batch_size", "max_seq_len", "max_draft_len", "gather_logits")
 _TILE = 64  # the quantized kernels' least columns and rows per rank; a shape that is no multiple would be padded, and not load
 
 
-def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: int) -> None:  # noqa: ARG001
-    """Raise EngineError for shapes that upstream's kernels would pad, or fail on long after the build."""
+def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: int) -> None:
+    """Raise EngineError for what upstream would compute otherwise, pad, or fail on long after the build."""
+    check_support(shape, pp)
     if shape.head_dim % 8:
         raise EngineError(
             f"Cannot build with tensorrt: head size {shape.head_dim} is not a multiple of 8, its attention kernels would fail at run time. "
@@ -47,6 +48,20 @@ def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: 
                     f"Cannot build layer 0 {part} as {scheme.name} with tensorrt for tp={tp}: {size} {what} are not a multiple of "
                     f"{multiple}, which its kernels need. Use {smaller}{'a smaller tp, ' if tp > 1 else ''}or scheme full_prec."
                 )
+
+
+def check_support(shape: ModelShape, pp: int) -> None:
+    """Raise EngineError for a model that upstream's engines do not compute as it was trained, or not in that many parts."""
+    kind = shape.rope_scaling.kind if shape.rope_scaling else "default"
+    if kind in ("yarn", "dynamic") or (kind == "linear" and shape.rope_theta_local is not None):
+        raise EngineError(
+            f"Cannot build {shape.architecture} with tensorrt: nothing shows that its engines scale rotary positions by {kind!r} as the "
+            "model was trained. Use a model with plain, linear (not Gemma 3), llama3 or longrope positions."
+        )
+    if shape.fused_mlp and pp > 1:
+        raise EngineError(
+            f"Cannot build {shape.architecture} with tensorrt for pp={pp}: upstream splits it among tp ranks only. Use pp: 1."
+        )
 
 
 def _padded_linears(shape: ModelShape, tp: int) -> dict[str, tuple[int, int]]:
