@@ -17,6 +17,7 @@ from specbuild.quant.rounding import row_amax
 from specbuild.quant.scheme import BY_ROW
 from specbuild.shape import ModelShape
 from specbuild.tensorfile import TensorEntry, TensorSpec, TensorWriter, row_blocks, run_each
+from specbuild.tllm_config import check_tllm_config
 
 ROW_PARALLEL = ("attention.dense", "mlp.proj")  # their input columns are shared among tensor parallel ranks
 LINEARS = ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj")
@@ -108,7 +109,9 @@ def write_quantized(
     else:
         check_scales(scales, source.shape, getattr(torch, source.config["dtype"]), scheme.activation_bits < 16)
     quantization = {"quant_algo": scheme.quant_algo, "kv_cache_quant_algo": None, **scheme.settings(settings.group_size)}
-    (out / "config.json").write_text(json.dumps({**source.config, "quantization": quantization}, indent=2) + "\n")
+    config = {**source.config, "quantization": quantization}
+    check_tllm_config(config, out / "config.json")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for rank, path in enumerate(source.rank_files):
         _write_rank(source, rank, scheme, settings.group_size, scales, out / path.name, f"quantize {label} rank {rank}")
 
