@@ -8,8 +8,11 @@ from specbuild.artifacts import TllmCheckpoint
 from specbuild.check import check_context, load_shape
 from specbuild.compilers import Limits, find_compiler
 from specbuild.config import ROLES, PairConfig, Role
-from specbuild.provenance import Record, digest_artifact, make_artifact
-from specbuild.quant import find_scheme, scheme_of_algo
+from specbuild.convert import convert_parameters
+from specbuild.errors import CheckpointError
+from specbuild.provenance import Record, check_parameters, digest_artifact, make_artifact
+from specbuild.quant import QuantScheme, find_scheme, scheme_of_algo
+from specbuild.quantize import quantize_parameters
 from specbuild.shape import ModelShape
 
 
@@ -30,14 +33,29 @@ def check_build(config: PairConfig, role: Role) -> Record:
         for each in ROLES
         if each == role or config.dir_of(each, "quantized").is_dir()
     }
-    source = sources[role]
+    source, model = sources[role], config.model_of(role)
     quantization, mapping = source.config["quantization"], source.config["mapping"]
     scheme = scheme_of_algo(quantization["quant_algo"])
+    check_quantization(source, scheme)
     compiler.check(source.shape, scheme, quantization.get("group_size", 0), mapping["tp_size"], mapping["pp_size"])
     check_context(config, role, source.shape)
     compiler.check_pair(config, {each: checkpoint.shape for each, checkpoint in sources.items()})
+    check_parameters(config.dir_of(role, "checkpoint"), convert_parameters(model), config.path)
+    check_parameters(source.directory, quantize_parameters(model.quantize), config.path)
     parameters = {**build_parameters(config, role, source.shape), **compiler.check_machine(scheme)}
     return Record("build", parameters, {"checkpoint": digest_artifact(source.directory)}, compiler.PACKAGES)
+
+
+def check_quantization(source: TllmCheckpoint, scheme: QuantScheme) -> None:
+    """Raise CheckpointError unless a checkpoint's `quantization` is what its scheme writes: anything else is another format."""
+    found = source.config["quantization"]
+    wanted = {"quant_algo": scheme.quant_algo, "kv_cache_quant_algo": None, **scheme.settings(found.get("group_size", 0))}
+    for key in (*wanted, *found):
+        if found.get(key) != wanted.get(key):
+            raise CheckpointError(
+                f"Cannot build from {source.directory}: quantization.{key} is {found.get(key)!r}, expected {wanted.get(key)!r} for "
+                f"{scheme.name}. Run `specbuild quantize --force`."
+            )
 
 
 def build_parameters(config: PairConfig, role: Role, shape: ModelShape) -> dict[str, Any]:
@@ -70,7 +88,7 @@ def describe_build(config: PairConfig, roles: tuple[Role, ...]) -> str:
 
 def make_limits(config: PairConfig, role: Role, shape: ModelShape) -> Limits:
     """Return what an engine of this pair is built for: only the target takes drafted tokens, and a draft may have a shorter context."""
-    max_seq_len = min(config.build.max_seq_len, shape.max_positions)
+    max_seq_len = min(config.build.max_seq_len, shape.context)
     max_draft_len = config.max_draft_len if role == "target" else 0
     gather_logits = config.speculation.acceptance == "rejection"
     return Limits(config.build.max_batch_size, max_seq_len, max_draft_len, config.build.kernels, gather_logits)

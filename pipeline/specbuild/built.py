@@ -8,8 +8,7 @@ from specbuild.artifacts import TllmCheckpoint
 from specbuild.build import build_parameters
 from specbuild.config import ROLES, PairConfig, Role
 from specbuild.convert import convert_parameters
-from specbuild.errors import ConfigError
-from specbuild.provenance import find_parameters
+from specbuild.provenance import check_parameters
 from specbuild.quantize import quantize_parameters
 
 
@@ -27,11 +26,4 @@ def check_built(config: PairConfig, roles: Sequence[Role]) -> None:
             shape = TllmCheckpoint.open(config.dir_of(role, "quantized")).shape
             wanted["engine"] = build_parameters(config, role, shape)
         for stage, parameters in wanted.items():
-            directory = config.work_dir / role / stage
-            found = find_parameters(directory)
-            for key, value in parameters.items() if found else ():
-                if found.get(key) != value:
-                    raise ConfigError(
-                        f"Cannot use {directory}: it was made for {key} {found.get(key)!r}, {config.path} says {value!r}. Run "
-                        "`specbuild run`."
-                    )
+            check_parameters(config.work_dir / role / stage, parameters, config.path)

@@ -112,7 +112,7 @@ def check_model(config: PairConfig, role: Role, directory: Path, family: Family,
         )
     return ModelReport(
         str(directory), shape.architecture, count_parameters(shape), model.dtype, model.quantize.scheme, f"tp {model.tp}, pp {model.pp}",
-        shape.max_positions, shape.vocab, entries, find_end_ids(directory), seen,
+        shape.context, shape.vocab, entries, find_end_ids(directory), seen,
     )  # fmt: skip
 
 
@@ -133,10 +133,10 @@ def load_shape(config: PairConfig, role: Role) -> tuple[Path, Family, ModelShape
 
 def check_context(config: PairConfig, role: Role, shape: ModelShape) -> None:
     """Raise ConfigError when the target cannot hold max_seq_len; a draft that cannot is only a warning."""
-    if role == "target" and config.build.max_seq_len > shape.max_positions:
+    if role == "target" and config.build.max_seq_len > shape.context:
         raise ConfigError(
-            f"Cannot build for max_seq_len {config.build.max_seq_len}: the target has {shape.max_positions} positions. Use "
-            f"max_seq_len {shape.max_positions} or less."
+            f"Cannot build for max_seq_len {config.build.max_seq_len}: the target has {shape.context} positions. Use "
+            f"max_seq_len {shape.context} or less."
         )
 
 

@@ -47,7 +47,7 @@ def run_convert(config: PairConfig, role: Role, force: bool = False) -> bool:
 
 def convert_parameters(model: ModelConfig) -> dict[str, Any]:
     """Return the part of the YAML that a checkpoint depends on."""
-    return {"dtype": model.dtype, "tp": model.tp, "pp": model.pp}
+    return {"model": model.model, "revision": model.revision, "dtype": model.dtype, "tp": model.tp, "pp": model.pp}
 
 
 def write_checkpoint(source: HFCheckpoint, model: ModelConfig, out: Path, label: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specbuild import __version__
+from specbuild.errors import ConfigError
 from specbuild.progress import log
 
 FILE = "specbuild.json"
@@ -83,6 +84,16 @@ def find_parameters(directory: Path) -> dict[str, Any]:
         return dict(json.loads((directory / FILE).read_text())["parameters"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def check_parameters(directory: Path, wanted: Mapping[str, Any], yaml_path: Path) -> None:
+    """Raise ConfigError when a stage made `directory` from other values than those of the YAML; one that no stage made is passed over."""
+    found = find_parameters(directory)
+    for key, value in wanted.items() if found else ():
+        if found.get(key) != value:
+            raise ConfigError(
+                f"Cannot use {directory}: it was made for {key} {found.get(key)!r}, {yaml_path} says {value!r}. Run `specbuild run`."
+            )
 
 
 def digest_outputs(directory: Path, names: Iterable[str]) -> dict[str, str]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.config import PairConfig, QuantizeConfig, Role
+from specbuild.convert import convert_parameters
 from specbuild.errors import CheckpointError, ConfigError
 from specbuild.progress import bar, log
-from specbuild.provenance import Record, digest_artifact, make_artifact
+from specbuild.provenance import Record, check_parameters, digest_artifact, make_artifact
 from specbuild.quant import LinearScales, QuantScheme, Scales, check_scales, find_scheme
 from specbuild.quant.rounding import row_amax
 from specbuild.quant.scheme import BY_ROW
@@ -28,6 +29,7 @@ def run_quantize(config: PairConfig, role: Role, force: bool = False) -> bool:
     settings = config.model_of(role).quantize
     scheme = find_scheme(settings.scheme)
     source = TllmCheckpoint.open(config.dir_of(role, "checkpoint"))
+    check_parameters(source.directory, convert_parameters(config.model_of(role)), config.path)
     record = Record("quantize", quantize_parameters(settings), {"checkpoint": digest_artifact(source.directory)}, ("torch",))
     made = make_artifact(config.dir_of(role, "quantized"), record, force, lambda out: write_quantized(source, scheme, settings, out, role))
     if made:

@@ -81,6 +81,12 @@ class ModelShape:
         """Whether mlp.fc holds both the up and the gate rows."""
         return self.hidden_act == "swiglu"
 
+    @property
+    def context(self) -> int:
+        """Positions a sequence may have: linear scaling stretches max_positions, as TensorRT-LLM deduces it too."""
+        linear = self.rope_scaling is not None and self.rope_scaling.kind == "linear" and self.rope_theta_local is None
+        return int(self.max_positions * self.rope_scaling.to_dict()["factor"]) if linear and self.rope_scaling else self.max_positions
+
     def windowed(self, layer: int) -> bool:
         """Tell whether a layer's attention is bound to the window."""
         return self.window is not None and not (self.full_every and (layer + 1) % self.full_every == 0)

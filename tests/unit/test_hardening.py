@@ -12,12 +12,14 @@ from click.testing import CliRunner
 
 from specbuild import cli
 from specbuild.artifacts import HFCheckpoint, find_end_ids
+from specbuild.build import run_build
 from specbuild.check import check_pair
 from specbuild.config import load_config
 from specbuild.convert import run_convert
 from specbuild.errors import CheckpointError, ConfigError, ServingError, SpecbuildError
 from specbuild.package import run_package
 from specbuild.pair import open_pair
+from specbuild.quantize import run_quantize
 from specbuild.tokenizer import count_ids, load_tokenizer
 from specbuild.triton.client import check_range
 from specbuild.triton.contract import PUBLIC
@@ -222,6 +224,64 @@ def test_what_was_built_from_another_yaml_is_not_used(tiny_pair, tmp_path, chang
     for use in (open_pair, run_package):
         with pytest.raises(ConfigError, match=rf"Cannot use .* was made for {message}"):
             use(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage", "message"),
+    [
+        ({"draft": {"quantize": {"scheme": "full_prec"}}}, run_build, "scheme 'int8_wo', .* says 'full_prec'"),
+        ({"draft": {"dtype": "float16"}}, run_build, "dtype 'bfloat16', .* says 'float16'"),
+        ({"draft": {"dtype": "float16"}}, run_quantize, "dtype 'bfloat16', .* says 'float16'"),
+    ],
+)
+def test_a_stage_does_not_go_on_from_what_another_yaml_made(tiny_pair, tmp_path, changes, stage, message):
+    with pytest.raises(ConfigError, match=rf"Cannot use .* was made for {message}"):
+        stage(changed_yaml(tiny_pair, tmp_path, **changes), "draft")
+
+
+def test_another_model_of_the_same_shape_is_noticed(tiny_pair, tmp_path, make_model):
+    other = str(make_model("llama", seed=5, num_hidden_layers=1))
+    with pytest.raises(ConfigError, match="was made for model"):
+        open_pair(changed_yaml(tiny_pair, tmp_path, draft={"model": other}))
+
+
+@pytest.mark.parametrize(
+    ("role", "changes"),
+    [
+        ("target", {"kv_cache_quant_algo": "INT8"}), ("target", {"quant_algo": None}), ("target", {"has_zero_point": True}),
+        ("target", {"pre_quant_scale": False}), ("target", {"exclude_modules": []}), ("draft", {"group_size": 64}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_checkpoint_that_says_another_format_is_not_built(tiny_pair, write_pair_yaml, tmp_path, role, changes):
+    config = load_config(write_pair_yaml(tmp_path))
+    shutil.copytree(tiny_pair.dir_of(role, "quantized"), config.dir_of(role, "quantized"))
+    path = config.dir_of(role, "quantized") / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "quantization": {**values["quantization"], **changes}}))
+    with pytest.raises(SpecbuildError, match=r"^Cannot build [^\n]*quantization\."):
+        run_build(config, role)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"factor": "8"}, {"factor": -8.0}, {"low_freq_factor": 0}, {"original_max_position_embeddings": [64]}], ids=str
+)
+def test_rotary_settings_are_positive_numbers(make_model, write_pair_yaml, tmp_path, changes):
+    model = changed_model(make_model, tmp_path / "model", rope_parameters={**LLAMA3, **changes})
+    with pytest.raises(CheckpointError, match=rf"rotary {next(iter(changes))} is"):
+        check_pair(load_config(write_pair_yaml(tmp_path, draft={"model": str(model)})))
+
+
+def test_linear_scaling_stretches_the_context(make_model, write_pair_yaml, tmp_path):
+    """As TensorRT-LLM deduces it: max_position_embeddings times the factor."""
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    model = changed_model(make_model, tmp_path / "model", max_position_embeddings=128, rope_parameters=rope)
+    assert check_pair(load_config(write_pair_yaml(tmp_path, target={"model": str(model)}, build={"max_seq_len": 512})))
+    with pytest.raises(ConfigError, match="the target has 512 positions"):
+        check_pair(load_config(write_pair_yaml(tmp_path, target={"model": str(model)}, build={"max_seq_len": 513})))
 
 
 def test_an_unknown_drafter_is_one_line_for_every_command(tiny_pair, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import fake_trtllm_build
 import pytest
 
-from specbuild.build import check_build, run_build
+from specbuild.build import check_build, describe_build, run_build
 from specbuild.check import check_pair
 from specbuild.cli import main
 from specbuild.compilers import tensorrt
@@ -118,8 +118,9 @@ def test_both_engines_are_built_checked_and_have_a_card(pair, machine):
     assert build(config) == [False, False]
 
 
-def test_every_rank_is_built_of_a_model_for_two(tmp_path, write_pair_yaml, make_model, machine):
-    target = {"model": str(make_model(**MODEL)), "tp": 2, "quantize": {"group_size": 128}}
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["tp 2", "pp 2"])
+def test_every_rank_is_built_of_a_model_for_two(tmp_path, write_pair_yaml, make_model, machine, tp, pp):
+    target = {"model": str(make_model(**{**MODEL, "num_hidden_layers": 2})), "tp": tp, "pp": pp, "quantize": {"group_size": 128}}
     path = write_pair_yaml(tmp_path, **merged(TENSORRT, {"target": target}))
     quantize(tmp_path, path)
     machine(gpus=(H100, H100))
@@ -127,6 +128,9 @@ def test_every_rank_is_built_of_a_model_for_two(tmp_path, write_pair_yaml, make_
     engine = tmp_path / "work" / "target" / "engine"
     assert [(engine / f"rank{rank}.engine").is_file() for rank in range(3)] == [True, True, False]
     assert "2 workers" in (engine / "build.log").read_text()
+    assert "--workers 2" in describe_build(load_config(path), ("target",))
+    machine(gpus=(H100, H100), told={"skip": ["rank1.engine"]})
+    assert "rank1.engine" in problem(run_build, load_config(path), "target", True)
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,10 @@ def check_pair(config: PairConfig, shapes: Mapping[Role, ModelShape]) -> None:
                 f"Cannot build the {role} as float32 with tensorrt: its paged context attention has 16 bit only. Use dtype bfloat16."
             )
         shape = shapes.get(role)
-        if shape is not None and config.build.max_seq_len > shape.max_positions:
+        if shape is not None and config.build.max_seq_len > shape.context:
             raise EngineError(
-                f"Cannot build with tensorrt for max_seq_len {config.build.max_seq_len}: the {role} has {shape.max_positions} positions, "
-                f"and both engines get every sequence. Use max_seq_len {shape.max_positions} or less."
+                f"Cannot build with tensorrt for max_seq_len {config.build.max_seq_len}: the {role} has {shape.context} positions, "
+                f"and both engines get every sequence. Use max_seq_len {shape.context} or less."
             )
     vocabularies = [shape.vocab for shape in shapes.values()]
     if len(set(vocabularies)) > 1:

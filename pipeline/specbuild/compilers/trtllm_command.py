@@ -69,9 +69,15 @@ def format_command(command: list[str]) -> str:
     return " \\\n".join(lines)
 
 
+def section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a config.json, empty when it is absent or none."""
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def check_engine_config(config: Mapping[str, Any], checkpoint: Mapping[str, Any], limits: Limits, label: str) -> None:
     """Raise EngineError at the first value of the config.json that trtllm-build wrote which decoding with drafted tokens cannot use."""
-    build, model = config.get("build_config") or {}, config.get("pretrained_config") or {}
+    build, model = section(config, "build_config"), section(config, "pretrained_config")
     speculative = limits.max_draft_len > 0
     mode = build.get("speculative_decoding_mode")
     found_and_expected = {
@@ -80,13 +86,16 @@ def check_engine_config(config: Mapping[str, Any], checkpoint: Mapping[str, Any]
             DRAFT_TOKENS_EXTERNAL if speculative else 1,
         ),
         "build_config.max_draft_len": (build.get("max_draft_len"), limits.max_draft_len),
-        "build_config.plugin_config.use_paged_context_fmha": ((build.get("plugin_config") or {}).get("use_paged_context_fmha"), True),
+        "build_config.plugin_config.use_paged_context_fmha": (section(build, "plugin_config").get("use_paged_context_fmha"), True),
         "build_config.kv_cache_type": (str(build.get("kv_cache_type")).upper(), "PAGED"),
         "build_config.max_batch_size": (build.get("max_batch_size"), limits.max_batch_size),
         "build_config.max_beam_width": (build.get("max_beam_width"), 1),
         "build_config.max_seq_len": (build.get("max_seq_len"), limits.max_seq_len + limits.max_draft_len),
+        "build_config.gather_generation_logits": (bool(build.get("gather_generation_logits")), limits.gather_logits),
+        "build_config.gather_context_logits": (bool(build.get("gather_context_logits")), False),
+        "pretrained_config.mapping.tp_size": (section(model, "mapping").get("tp_size"), checkpoint["mapping"]["tp_size"]),
         "pretrained_config.vocab_size": (model.get("vocab_size"), checkpoint["vocab_size"]),
-        "pretrained_config.mapping.world_size": ((model.get("mapping") or {}).get("world_size"), checkpoint["mapping"]["world_size"]),
+        "pretrained_config.mapping.world_size": (section(model, "mapping").get("world_size"), checkpoint["mapping"]["world_size"]),
     }
     for key, (found, expected) in found_and_expected.items():
         if found != expected:

@@ -76,7 +76,7 @@ def find_gpus() -> list[tuple[str, str, str]]:
     chosen = [f"--id={visible}"] if visible and re.fullmatch(r"\d+(,\d+)*", visible) else []
     try:
         done = subprocess.run(["nvidia-smi", *chosen, *_QUERY], capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError, ValueError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     return [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and re.fullmatch(r"\d+\.\d+", row[1])]

@@ -21,7 +21,7 @@ def read_qwen(config: Mapping[str, Any]) -> ModelShape:
     shape = llama.read_shape(config)
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     check_fields({**config, "layer_types": sorted(kinds)}, {"layer_types": ([],)})
-    if config.get("sliding_window", 4096) and config.get("max_window_layers", 28) < shape.layers and not config.get("layer_types"):
+    if config.get("sliding_window", 4096) and (config.get("max_window_layers") or 28) < shape.layers and not config.get("layer_types"):
         check_fields(config, {"use_sliding_window": (False, None)})
     return shape
 

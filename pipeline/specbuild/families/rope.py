@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ def read_rope(config: Mapping[str, Any], kinds: tuple[str, ...], theta: float = 
     pct = values.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     kind = values.get("rope_type") or values.get("type") or "default"
     unknown = sorted(set(values) - {"rope_type", "type"})
+    if type(pct) not in (int, float) or not 0 < pct <= 1:
+        raise CheckpointError(f"Cannot convert {name}: partial_rotary_factor is {pct!r}, expected a number up to 1. Mend config.json.")
     if kind == "default" and unknown:
         raise CheckpointError(
             f"Cannot convert {name}: rope_parameters has {unknown[0]!r}, which plain rotary positions do not. Mend config.json."
@@ -49,4 +52,15 @@ def read_rope(config: Mapping[str, Any], kinds: tuple[str, ...], theta: float = 
         raise CheckpointError(
             f"Cannot convert {name}: rotary scaling {kind!r} has no {missing[0]}. Fetch the model's own config.json, or add it."
         )
+    for key in NEEDED[kind]:
+        check_positive(name, key, values[key])
     return base, RopeScaling.make(values), pct
+
+
+def check_positive(name: str, key: str, value: Any) -> None:
+    """Raise CheckpointError unless a rotary setting is a positive number, or a list of them where it names factors."""
+    numbers = value if key in ("short_factor", "long_factor") else [value]
+    if not (isinstance(numbers, list) and all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)):
+        raise CheckpointError(
+            f"Cannot convert {name}: rotary {key} is {value!r}, expected positive numbers. Fetch the model's own config.json."
+        )

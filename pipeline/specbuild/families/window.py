@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specbuild.errors import CheckpointError
+from specbuild.families.family import read_number, read_window
 
 
 def read_full_every(config: Mapping[str, Any], default: int) -> dict[str, Any]:
@@ -13,8 +14,9 @@ def read_full_every(config: Mapping[str, Any], default: int) -> dict[str, Any]:
 
     Transformers 5 lists layer_types; before it sliding_window_pattern, or nothing, said that every n-th layer sees all positions.
     """
-    layers, window = config["num_hidden_layers"], config["sliding_window"]
-    stated = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or default
+    layers, window = config["num_hidden_layers"], read_window(config)
+    name = "sliding_window_pattern" if config.get("sliding_window_pattern") else "_sliding_window_pattern"
+    stated = read_number(config, name, int, default)
     types = config.get("layer_types") or ["full_attention" if (i + 1) % stated == 0 else "sliding_attention" for i in range(layers)]
     if window is None:
         return {"window": None, "full_every": 0}
