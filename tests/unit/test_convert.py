@@ -269,7 +269,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused_with_tensor_and_row(conve
 
 
 def test_memory_holds_a_tensor_and_not_the_model(make_model, tmp_path):
-    source = HFCheckpoint.open(make_model(num_hidden_layers=24))
+    source = HFCheckpoint.open(make_model(num_hidden_layers=24, hidden_size=128, intermediate_size=512))
     settings = ModelConfig(model="tiny", dtype="float32")
     for _ in range(2):  # the first time imports
         tracemalloc.start()
