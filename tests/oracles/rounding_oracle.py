@@ -1,4 +1,4 @@
-"""The rounding rules of engine-contract.md sections 4.1 and 4.2, written again with NumPy in double precision where it matters."""
+"""The rounding rules of TensorRT-LLM and its exporter, written again with NumPy in double precision where it matters."""
 
 import numpy as np
 

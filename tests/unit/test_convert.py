@@ -1,4 +1,4 @@
-"""Checkpoints against the table of engine-contract.md section 3: every tensor bit by bit, every key of config.json."""
+"""Checkpoints against TensorRT-LLM's checkpoint format: every tensor bit by bit, every key of config.json."""
 
 import json
 import shutil

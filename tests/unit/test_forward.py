@@ -219,7 +219,7 @@ def test_two_tensor_parallel_ranks_joined_give_back_the_whole(make_config, kind,
 
 
 def join_ranks(name, parts, config):
-    """Undo the split of section 3.2: how TensorRT-LLM's loader shares each tensor."""
+    """Undo the split, as TensorRT-LLM's loader shares each tensor."""
     size = config["head_size"]
     if "attention.qkv" in name:
         q, kv = config["num_attention_heads"] // 2 * size, config["num_key_value_heads"] // 2 * size

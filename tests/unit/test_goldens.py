@@ -21,7 +21,7 @@ from specbuild.quantize import write_quantized
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.relative_to(GOLDEN).as_posix() for path in GOLDEN.glob("*/*.json") if path.stem[:-1].endswith("-tp"))
 TENSORS = 1998  # of all cases
-READ = {  # what the loader reads (engine-contract.md 3.1) and must be equal, with its default where a key may be absent
+READ = {  # what the loader reads (TensorRT-LLM's PretrainedConfig) and must be equal, with its default where a key may be absent
     "architecture": None, "dtype": None, "num_hidden_layers": None, "num_attention_heads": None, "num_key_value_heads": None,
     "hidden_size": None, "intermediate_size": None, "head_size": None, "norm_epsilon": None,
     "max_position_embeddings": None, "position_embedding_type": None, "rotary_base": None, "rotary_scaling": None, "rotary_pct": 1.0,
@@ -127,10 +127,11 @@ def test_blocks_of_rows_and_mapped_files_change_nothing(write_case, name, monkey
         assert (whole / f"rank{rank}.safetensors").read_bytes() == (blocks / f"rank{rank}.safetensors").read_bytes()
 
 
-def test_no_golden_is_lost():
+def test_no_golden_is_lost(capsys):
     counts = json.loads((GOLDEN / "goldens.json").read_text())["tensors (tp 1 and 2 together)"]
     listed = sum(len(json.loads((GOLDEN / name).read_text())["tensors"]) for name in CASES)
-    print(f"{listed} tensors of {len(CASES)} goldens")  # noqa: T201
+    with capsys.disabled():
+        print(f"\n{listed} tensors of {len(CASES)} goldens")  # noqa: T201
     assert (len(CASES), listed) == (2 * len(counts), sum(counts.values()))
     assert listed == TENSORS
     assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 5_000_000

@@ -1,4 +1,4 @@
-"""Quantized checkpoints against engine-contract.md sections 4.1 and 4.2."""
+"""Quantized checkpoints against the rules of TensorRT-LLM and its exporter."""
 
 import json
 
