@@ -1,6 +1,8 @@
 import json
+import signal
 import subprocess
 import sys
+import time
 from importlib import import_module
 
 import pytest
@@ -132,3 +134,16 @@ def test_check_prints_a_table_or_json(tmp_path, write_pair_yaml):
     report = json.loads(invoke("check", path, "--json").stdout)
     assert report["target"]["scheme"] == "int4_awq"
     assert report["draft"]["vocab"] == 101
+
+
+def test_sigint_ends_a_command_that_a_script_started_in_its_background(tmp_path):
+    """Such a process inherits an ignored SIGINT; a server started by a script must still stop on it."""
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from specbuild.cli import main; main()"
+    process = subprocess.Popen([sys.executable, "-c", code, "call", "--prompt-file", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
+        deadline = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < deadline:  # it listens once it runs, and waits for its prompt
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+        assert process.returncode == 130
+        assert process.stderr.read().endswith(b"Interrupted.\n")

@@ -55,8 +55,9 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line: a SpecbuildError becomes one line and exit code 1. SIGTERM cleans up as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Run the command line: a SpecbuildError becomes one line and exit code 1. Both signals clean up, also in a shell's background."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         cli.main(standalone_mode=False)
     except SpecbuildError as error:
