@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import yaml
@@ -135,3 +136,22 @@ def tiny_pair(write_pair_yaml, tmp_path_factory):
         for role in ROLES:
             stage(config, role)
     return config
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """Run a command line in this process; return (exit code, stdout, stderr)."""
+
+    from specbuild.cli import main
+
+    def run(*arguments):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["specbuild", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as leaving:
+            code = leaving.code or 0
+        return code, *capsys.readouterr()
+
+    return run

@@ -33,17 +33,23 @@ def check_build(config: PairConfig, role: Role) -> Record:
         for each in ROLES
         if each == role or config.dir_of(each, "quantized").is_dir()
     }
-    source, model = sources[role], config.model_of(role)
+    source = sources[role]
     quantization, mapping = source.config["quantization"], source.config["mapping"]
     scheme = scheme_of_algo(quantization["quant_algo"])
     check_quantization(source, scheme)
     compiler.check(source.shape, scheme, quantization.get("group_size", 0), mapping["tp_size"], mapping["pp_size"])
     check_context(config, role, source.shape)
     compiler.check_pair(config, {each: checkpoint.shape for each, checkpoint in sources.items()})
-    check_parameters(config.dir_of(role, "checkpoint"), convert_parameters(model), config.path)
-    check_parameters(source.directory, quantize_parameters(model.quantize), config.path)
+    check_sources(config, role)
     parameters = {**build_parameters(config, role, source.shape), **compiler.check_machine(scheme)}
     return Record("build", parameters, {"checkpoint": digest_artifact(source.directory)}, compiler.PACKAGES)
+
+
+def check_sources(config: PairConfig, role: Role) -> None:
+    """Raise ConfigError when a checkpoint that the engine comes from was made from other values than those of the YAML."""
+    model = config.model_of(role)
+    check_parameters(config.dir_of(role, "checkpoint"), convert_parameters(model), config.path)
+    check_parameters(config.dir_of(role, "quantized"), quantize_parameters(model.quantize), config.path)
 
 
 def check_quantization(source: TllmCheckpoint, scheme: QuantScheme) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specbuild.artifacts import TllmCheckpoint
-from specbuild.build import build_parameters
+from specbuild.build import build_parameters, check_sources
 from specbuild.config import ROLES, PairConfig, Role
-from specbuild.convert import convert_parameters
 from specbuild.provenance import check_parameters
-from specbuild.quantize import quantize_parameters
 
 
 def roles_needed(config: PairConfig) -> tuple[Role, ...]:
@@ -20,10 +18,7 @@ def roles_needed(config: PairConfig) -> tuple[Role, ...]:
 def check_built(config: PairConfig, roles: Sequence[Role]) -> None:
     """Raise ConfigError when a stage's output was made from other values than those of the YAML. What is absent is passed over."""
     for role in roles:
-        model = config.model_of(role)
-        wanted = {"checkpoint": convert_parameters(model), "quantized": quantize_parameters(model.quantize)}
+        check_sources(config, role)
         if (config.dir_of(role, "quantized") / "config.json").exists():
             shape = TllmCheckpoint.open(config.dir_of(role, "quantized")).shape
-            wanted["engine"] = build_parameters(config, role, shape)
-        for stage, parameters in wanted.items():
-            check_parameters(config.work_dir / role / stage, parameters, config.path)
+            check_parameters(config.dir_of(role, "engine"), build_parameters(config, role, shape), config.path)

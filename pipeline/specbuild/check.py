@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from specbuild.artifacts import HFCheckpoint, find_end_ids, find_model_dir, is_local, load_json
 from specbuild.compilers import COMPILERS, find_compiler
@@ -54,8 +57,12 @@ def check_pair(config: PairConfig) -> PairReport:
     check_names(config)
     loaded = {role: load_shape(config, role) for role in ROLES}
     find_compiler(config.build.compiler).check_pair(config, {role: shape for role, (_, _, shape) in loaded.items()})
-    reports = {role: check_model(config, role, *loaded[role]) for role in ROLES}
-    check_vocabularies(config)
+    reports, tokenizers = {}, {}
+    for role, (directory, family, shape) in loaded.items():
+        seen = check_weights(config, role, directory, family, shape)
+        tokenizers[role] = load_tokenizer(directory)
+        reports[role] = make_report(config, role, directory, shape, tokenizers[role], seen)
+    check_vocabularies(tokenizers)
     target, draft = reports["target"], reports["draft"]
     warnings = []
     if draft.context < min(target.context, config.build.max_seq_len):
@@ -98,13 +105,19 @@ def check_names(config: PairConfig) -> None:
         )
 
 
-def check_model(config: PairConfig, role: Role, directory: Path, family: Family, shape: ModelShape) -> ModelReport:
-    """Check one model's weight files and tokenizer against its shape."""
+def check_weights(config: PairConfig, role: Role, directory: Path, family: Family, shape: ModelShape) -> bool:
+    """Check the headers of a local model's weight files against its shape; return whether there were any to see."""
     model = config.model_of(role)
-    seen = is_local(model, config.path)
-    if seen:
-        check_tensors(HFCheckpoint.open(directory), family, list(place_tensors(family, shape, model.pp)), shape)
-    entries = count_ids(load_tokenizer(directory))
+    if not is_local(model, config.path):
+        return False
+    check_tensors(HFCheckpoint.open(directory), family, list(place_tensors(family, shape, model.pp)), shape)
+    return True
+
+
+def make_report(config: PairConfig, role: Role, directory: Path, shape: ModelShape, tokenizer: Tokenizer, seen: bool) -> ModelReport:
+    """Return what is known of one model; raise ConfigError when its tokenizer has more tokens than it has rows."""
+    model = config.model_of(role)
+    entries = count_ids(tokenizer)
     if entries > shape.vocab:
         raise ConfigError(
             f"Cannot use {model.model}: its tokenizer has {entries} tokens, its model only {shape.vocab} rows. Use the "
@@ -140,15 +153,14 @@ def check_context(config: PairConfig, role: Role, shape: ModelShape) -> None:
         )
 
 
-def check_vocabularies(config: PairConfig) -> None:
+def load_tokenizers(config: PairConfig) -> dict[Role, Tokenizer]:
+    """Load the tokenizers of both models."""
+    return {role: load_tokenizer(find_model_dir(config.model_of(role), config.path, weights=False)) for role in ROLES}
+
+
+def check_vocabularies(tokenizers: Mapping[Role, Tokenizer]) -> None:
     """Raise ConfigError at the first id whose token differs; padded model vocabularies do not matter."""
-    target, draft = (
-        {
-            index: token
-            for token, index in load_tokenizer(find_model_dir(config.model_of(role), config.path, weights=False)).get_vocab().items()
-        }
-        for role in ROLES
-    )
+    target, draft = ({index: token for token, index in tokenizers[role].get_vocab().items()} for role in ROLES)
     different = sorted(index for index in target.keys() | draft.keys() if target.get(index) != draft.get(index))
     if different:
         first = different[0]

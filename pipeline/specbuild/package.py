@@ -6,25 +6,26 @@ from pathlib import Path
 
 from specbuild.artifacts import Engine, find_end_ids, find_model_dir, load_json
 from specbuild.built import check_built, roles_needed
-from specbuild.check import check_vocabularies
+from specbuild.check import check_vocabularies, load_tokenizers
 from specbuild.compilers import find_compiler
 from specbuild.config import PairConfig
 from specbuild.errors import EngineError
 from specbuild.provenance import Record, digest_artifact, digest_files, make_artifact
-from specbuild.tokenizer import count_ids, load_tokenizer
+from specbuild.tokenizer import count_ids
 from specbuild.triton.repository import PairServing, check_repository, find_templates, write_repository
 
 
 def run_package(config: PairConfig, force: bool = False) -> bool:
     """Write `<workdir>/model_repository`; return whether it was made anew."""
-    check_vocabularies(config)
+    tokenizers = load_tokenizers(config)
+    check_vocabularies(tokenizers)
     roles = roles_needed(config)
     check_built(config, roles)
     engines = {role: Engine.open(config.dir_of(role, "engine")) for role in roles}
     for engine in engines.values():
         find_compiler(engine.compiler).check_serving(engine)
     tokenizer_dir = find_model_dir(config.target, config.path, weights=False)
-    serving = make_serving(config, engines["target"], engines.get("draft"), tokenizer_dir)
+    serving = make_serving(config, engines["target"], engines.get("draft"), tokenizer_dir, count_ids(tokenizers["target"]))
     inputs: dict[str, str] = {role: digest_artifact(engine.directory) for role, engine in engines.items()}
     inputs["tokenizer"] = digest_files([tokenizer_dir / "tokenizer.json"])
     inputs["templates"] = digest_files(find_templates().rglob("*.py"))
@@ -38,7 +39,7 @@ def run_package(config: PairConfig, force: bool = False) -> bool:
     return make_artifact(config.repository_dir, record, force, make)
 
 
-def make_serving(config: PairConfig, target: Engine, draft: Engine | None, tokenizer_dir: Path) -> PairServing:
+def make_serving(config: PairConfig, target: Engine, draft: Engine | None, tokenizer_dir: Path, vocab_size: int) -> PairServing:
     """Return what the repository holds; one batch size and one context for all its models, the smaller of the engines'."""
     if config.speculation.draft_len > target.max_draft_len:
         raise EngineError(
@@ -52,5 +53,5 @@ def make_serving(config: PairConfig, target: Engine, draft: Engine | None, token
         draft_len=config.speculation.draft_len, max_draft_len=target.max_draft_len, rule=config.speculation.acceptance,
         drafter=config.speculation.drafter, max_batch_size=min(engine.max_batch_size for engine in (target, draft) if engine),
         context=target.max_seq_len, draft_context=draft.max_seq_len if draft else target.max_seq_len, end_ids=end_ids,
-        pad_id=pad_id if pad_id is not None else (end_ids or (0,))[0], vocab_size=count_ids(load_tokenizer(tokenizer_dir)),
+        pad_id=pad_id if pad_id is not None else (end_ids or (0,))[0], vocab_size=vocab_size,
     )  # fmt: skip

@@ -9,26 +9,7 @@ import sys
 import pytest
 import yaml
 
-from specbuild.cli import main
-
 SHARD_2 = "model-00002-of-"
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    """Run a command line in this process; return (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["specbuild", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as leaving:
-            code = leaving.code or 0
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def left_behind(directory):

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from specbuild import cli
 from specbuild.artifacts import HFCheckpoint, find_end_ids
 from specbuild.build import run_build
 from specbuild.check import check_pair
+from specbuild.cli import cli as group
 from specbuild.config import load_config
 from specbuild.convert import run_convert
 from specbuild.errors import CheckpointError, ConfigError, ServingError, SpecbuildError
@@ -101,17 +101,10 @@ def test_yaml_that_is_odd_is_one_line(tmp_path, text):
         load_config(tmp_path / "pair.yaml")
 
 
-def run_main(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["specbuild", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return ended.value.code, capsys.readouterr().err
-
-
 @pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_workdir_that_cannot_be_is_one_line(write_pair_yaml, tmp_path, monkeypatch, capsys, place):
+def test_a_workdir_that_cannot_be_is_one_line(write_pair_yaml, tmp_path, cli, place):
     (tmp_path / "file").write_text("")
-    code, error = run_main(monkeypatch, capsys, "convert", write_pair_yaml(tmp_path, workdir=str(tmp_path / place)), "--only", "draft")
+    code, _, error = cli("convert", write_pair_yaml(tmp_path, workdir=str(tmp_path / place)), "--only", "draft")
     assert (code, error.count("\n")) == (1, 1)
     assert error.startswith("Error: Cannot use ")
 
@@ -290,5 +283,5 @@ def test_an_unknown_drafter_is_one_line_for_every_command(tiny_pair, tmp_path):
 
 
 def test_empty_stop_strings_are_refused(tiny_pair):
-    result = CliRunner().invoke(cli.cli, ["generate", str(tiny_pair.path), "--prompt", "x", "--stop", ""])
+    result = CliRunner().invoke(group, ["generate", str(tiny_pair.path), "--prompt", "x", "--stop", ""])
     assert isinstance(result.exception, ConfigError)

@@ -14,7 +14,6 @@ import pytest
 
 from specbuild.build import check_build, describe_build, run_build
 from specbuild.check import check_pair
-from specbuild.cli import main
 from specbuild.compilers import tensorrt
 from specbuild.config import load_config
 from specbuild.convert import run_convert
@@ -436,47 +435,36 @@ def test_an_engine_of_this_machine_is_not_served_yet(pair, machine, stage):
     assert "does not serve TensorRT engines yet" in problem(stage, config)
 
 
-def run_cli(monkeypatch, capsys, *arguments):
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["specbuild", *map(str, arguments)])
-    try:
-        main()
-        code = 0
-    except SystemExit as leaving:
-        code = leaving.code or 0
-    return code, *capsys.readouterr()
-
-
 @pytest.mark.parametrize("words", [["generate", "--prompt", "def"], ["verify"]], ids=["generate", "verify"])
-def test_decoding_in_process_needs_the_other_compiler(pair, machine, tmp_path, monkeypatch, capsys, words):
+def test_decoding_in_process_needs_the_other_compiler(pair, machine, tmp_path, cli, words):
     machine()
     build(pair())
-    code, out, err = run_cli(monkeypatch, capsys, words[0], tmp_path / "pair.yaml", *words[1:])
+    code, out, err = cli(words[0], tmp_path / "pair.yaml", *words[1:])
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "it is a TensorRT engine, expected one of compiler onnx-cpu" in err
 
 
-def test_run_ends_after_build_and_says_so(tmp_path, write_pair_yaml, machine, monkeypatch, capsys):
+def test_run_ends_after_build_and_says_so(tmp_path, write_pair_yaml, machine, cli):
     machine()
-    code, out, err = run_cli(monkeypatch, capsys, "run", write_pair_yaml(tmp_path, **TENSORRT))
+    code, out, err = cli("run", write_pair_yaml(tmp_path, **TENSORRT))
     assert (code, out) == (0, "")
     assert err.endswith("built, not packaged: this version does not serve tensorrt engines yet\n")
     assert (tmp_path / "work" / "draft" / "engine" / "engine_card.json").exists()
 
 
-def test_run_refuses_a_machine_that_cannot_build_before_it_converts(tmp_path, write_pair_yaml, machine, monkeypatch, capsys):
+def test_run_refuses_a_machine_that_cannot_build_before_it_converts(tmp_path, write_pair_yaml, machine, cli):
     machine(gpus=())
-    code, out, err = run_cli(monkeypatch, capsys, "run", write_pair_yaml(tmp_path, **TENSORRT))
+    code, out, err = cli("run", write_pair_yaml(tmp_path, **TENSORRT))
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "no NVIDIA GPU" in err
     assert not (tmp_path / "work").exists()
 
 
-def test_build_checks_both_models_before_it_builds_one(tmp_path, write_pair_yaml, machine, monkeypatch, capsys):
+def test_build_checks_both_models_before_it_builds_one(tmp_path, write_pair_yaml, machine, cli):
     path = write_pair_yaml(tmp_path, **merged(TENSORRT, {"target": {"quantize": {"scheme": "full_prec"}}}))
     quantize(tmp_path, path)
     machine(gpus=("NVIDIA B200, 10.0, 575.57.08",))
-    code, _, err = run_cli(monkeypatch, capsys, "build", path)
+    code, _, err = cli("build", path)
     assert (code, err.count("\n")) == (1, 1)
     assert "Cannot build int8_wo for NVIDIA B200" in err
     assert not (tmp_path / "work" / "target" / "engine").exists()

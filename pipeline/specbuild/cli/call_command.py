@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from specbuild.cli.options import echo_json, generation_options, json_option, read_prompt
+from specbuild.cli.options import echo_json, echo_summary, generation_options, json_option, read_prompt
 from specbuild.spec.sampling import Sampling
 from specbuild.triton.client import stream_generate
 
@@ -52,8 +52,4 @@ def command(
             "tokens_per_second": len(token_ids) / seconds, "first_token_seconds": first, "chunks": len(chunks),
         })  # fmt: skip
     else:
-        click.echo()
-        click.echo(
-            f"{last.finish_reason} after {len(token_ids)} tokens: {last.rounds} rounds, {last.accepted} of {last.drafted} "
-            f"drafted tokens accepted, {len(token_ids) / seconds:.0f} tokens/s", err=True,
-        )  # fmt: skip
+        echo_summary(last.finish_reason, len(token_ids), last.rounds, last.accepted, last.drafted, len(token_ids) / seconds)

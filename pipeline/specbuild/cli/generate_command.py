@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from specbuild.cli.options import config_argument, echo_json, generation_options, json_option, read_prompt
+from specbuild.cli.options import config_argument, echo_json, echo_summary, generation_options, json_option, read_prompt
 from specbuild.config import load_config
 from specbuild.generate import run_generate
 from specbuild.pair import open_pair
@@ -38,8 +38,5 @@ def command(
     if as_json:
         echo_json(answer.to_dict())
     else:
-        click.echo()
-        click.echo(
-            f"{answer.finish_reason} after {len(answer.token_ids)} tokens: {answer.rounds} rounds, {answer.accepted} of {answer.drafted} "
-            f"drafted tokens accepted, {answer.tokens_per_second:.0f} tokens/s", err=True,
-        )  # fmt: skip
+        tokens = len(answer.token_ids)
+        echo_summary(answer.finish_reason, tokens, answer.rounds, answer.accepted, answer.drafted, answer.tokens_per_second)

@@ -78,6 +78,14 @@ def roles_of(only: Role | None) -> tuple[Role, ...]:
     return (only,) if only else ROLES
 
 
+def echo_summary(reason: str | None, tokens: int, rounds: int, accepted: int, drafted: int, rate: float) -> None:
+    """End an answer's text on stdout, and say on stderr what it took; `rate` is in tokens per second."""
+    click.echo()
+    click.echo(
+        f"{reason} after {tokens} tokens: {rounds} rounds, {accepted} of {drafted} drafted tokens accepted, {rate:.0f} tokens/s", err=True
+    )
+
+
 def echo_json(value: object) -> None:
     """Print a result as one JSON object."""
     click.echo(json.dumps(value, ensure_ascii=False))

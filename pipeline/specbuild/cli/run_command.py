@@ -4,11 +4,11 @@ from pathlib import Path
 
 import click
 
-from specbuild.cli.options import config_argument, echo_json, force_option, json_option
+from specbuild.cli.options import config_argument, force_option, json_option
+from specbuild.cli.verify_command import echo_report
 from specbuild.config import load_config
 from specbuild.progress import log
 from specbuild.run import run_all
-from specbuild.verify import format_report
 
 
 @click.command("run")
@@ -28,9 +28,4 @@ def command(config: Path, force: bool, as_json: bool) -> None:
     if report is None:
         log(f"built, not packaged: this version does not serve {pair.build.compiler} engines yet")
         return
-    if as_json:
-        echo_json(report.to_dict())
-    else:
-        click.echo(format_report(report))
-    if not report.passed:
-        raise SystemExit(1)
+    echo_report(report, as_json)

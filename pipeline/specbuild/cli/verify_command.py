@@ -9,7 +9,7 @@ import click
 from specbuild.cli.options import config_argument, echo_json, json_option
 from specbuild.config import load_config
 from specbuild.pair import open_pair
-from specbuild.verify import DRAFT_LENS, format_report, load_prompts, run_verify
+from specbuild.verify import DRAFT_LENS, Report, format_report, load_prompts, run_verify
 
 
 @click.command("verify")
@@ -30,7 +30,11 @@ def command(config: Path, prompts: Path | None, max_tokens: int, draft_len: tupl
     \b
     specbuild verify configs/demo.yaml
     """
-    report = run_verify(open_pair(load_config(config)), load_prompts(prompts), max_tokens, draft_len, cut=prompts is None)
+    echo_report(run_verify(open_pair(load_config(config)), load_prompts(prompts), max_tokens, draft_len, cut=prompts is None), as_json)
+
+
+def echo_report(report: Report, as_json: bool) -> None:
+    """Print a report; one that did not pass exits with 1."""
     if as_json:
         echo_json(report.to_dict())
     else:

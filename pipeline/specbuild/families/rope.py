@@ -34,14 +34,13 @@ def read_rope(config: Mapping[str, Any], kinds: tuple[str, ...], theta: float = 
     base = float(read_number({**config, **({} if given is None else {"rope_theta": given})}, "rope_theta", float, theta))
     pct = values.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     kind = values.get("rope_type") or values.get("type") or "default"
-    unknown = sorted(set(values) - {"rope_type", "type"})
     if type(pct) not in (int, float) or not 0 < pct <= 1:
         raise CheckpointError(f"Cannot convert {name}: partial_rotary_factor is {pct!r}, expected a number up to 1. Mend config.json.")
-    if kind == "default" and unknown:
-        raise CheckpointError(
-            f"Cannot convert {name}: rope_parameters has {unknown[0]!r}, which plain rotary positions do not. Mend config.json."
-        )
     if kind == "default":
+        if unknown := sorted(set(values) - {"rope_type", "type"}):
+            raise CheckpointError(
+                f"Cannot convert {name}: rope_parameters has {unknown[0]!r}, which plain rotary positions do not. Mend config.json."
+            )
         return base, None, pct
     if kind not in kinds:
         raise CheckpointError(
