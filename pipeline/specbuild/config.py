@@ -24,12 +24,32 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+class CalibrationConfig(_Section):
+    """The text that scales are calibrated on, and that the quality of the result is measured on."""
+
+    data: Annotated[str, Field(pattern=PRINTABLE)] = Field("builtin", description="a .jsonl or .txt file, a directory of them, or builtin")
+    samples: Annotated[int, Field(ge=1)] = Field(128, description="sequences to calibrate on")
+    max_length: Annotated[int, Field(ge=8)] = Field(512, description="most tokens of a sequence; longer texts are cut into several")
+
+
+class QualityConfig(_Section):
+    """What quantization may cost, measured on held-out text; a limit that is missed fails the stage."""
+
+    max_kl: Annotated[float, Field(gt=0, strict=False)] | None = Field(None, description="most mean KL divergence, nats per token")
+    min_top1: Annotated[float, Field(ge=0, le=1, strict=False)] | None = Field(
+        None, description="least share of positions with the same likeliest token"
+    )
+    samples: Annotated[int, Field(ge=0)] = Field(16, description="held-out sequences to measure on; 0 = measure nothing")
+
+
 class QuantizeConfig(_Section):
     """How a model is quantized."""
 
     scheme: str = Field("full_prec", description="one of SCHEMES")
     group_size: Annotated[int, Field(ge=1)] = Field(128, description="input columns that share a scale, where the scheme has groups")
-    calibration: None = Field(None, description="null: round to nearest, with prequant scales of one")
+    calibration: CalibrationConfig | None = Field(None, description="null: round to nearest, with prequant scales of one")
+    rounding: Literal["nearest", "gptq"] = Field("nearest", description="gptq: int4_awq's integers by GPTQ, with prequant scales of one")
+    quality: QualityConfig = QualityConfig()
     kv_cache: Literal["int8", "fp8"] | None = Field(None, description="only null, the model's dtype: drafted tokens need it")
 
 
@@ -41,6 +61,12 @@ class ModelConfig(_Section):
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="dtype of the checkpoint")
     tp: Annotated[int, Field(ge=1)] = Field(1, description="tensor parallel ranks")
     pp: Annotated[int, Field(ge=1)] = Field(1, description="pipeline parallel ranks")
+    merge_lora: Annotated[str, Field(pattern=PRINTABLE)] | None = Field(
+        None, description="directory of a LoRA adapter that is merged while converting, relative to the YAML file"
+    )
+    dequantize: bool = Field(
+        False, description="expand a model that is already quantized, so that `quantize` can start from full precision"
+    )
     quantize: QuantizeConfig = QuantizeConfig()
 
 
@@ -140,8 +166,6 @@ def _first_problem(path: Path, error: ValidationError) -> str:
         return _unknown_key(path, where, section)
     if problem["type"] == "missing":
         return f"Cannot use config {path}: key {'.'.join(where)} is missing. Add it."
-    if where[-1] == "calibration":
-        problem["msg"] = "Expected null (round to nearest); calibrated scales are not available in this version"
     return f"Cannot use config {path}: {'.'.join(where)} is {problem['input']!r}. {problem['msg']}."
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from specbuild.errors import CheckpointError
 from specbuild.families import Family, TensorRule, find_family
 from specbuild.progress import bar
 from specbuild.provenance import Record, digest_files, make_artifact
+from specbuild.ranks import split_shape, split_tensor
 from specbuild.shape import ModelShape
 from specbuild.tensorfile import FLOATS, TensorSpec, TensorWriter, find_not_finite, run_each, torch_dtype
 from specbuild.tllm_config import check_tllm_config, shape_to_tllm
@@ -62,7 +62,7 @@ def write_checkpoint(source: HFCheckpoint, model: ModelConfig, out: Path, label:
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     plans: list[list[TensorSpec]] = [[] for _ in range(model.tp * model.pp)]
     for item in placed:
-        shape_of_rank = split_shape(joined_shape(source, item), item.rule, shape, model.tp)
+        shape_of_rank = split_shape(joined_shape(source, item), item.rule.split, shape, model.tp)
         for tp_rank in range(model.tp):
             plans[item.pp_rank * model.tp + tp_rank].append(TensorSpec(item.name, DTYPE_NAMES[model.dtype], shape_of_rank))
     with ExitStack() as stack, bar(f"convert {label}", sum(s.nbytes for plan in plans for s in plan), "B") as progress:
@@ -71,8 +71,8 @@ def write_checkpoint(source: HFCheckpoint, model: ModelConfig, out: Path, label:
             stack.callback(writer.abort)
 
         def write(item: Placed) -> int:
-            parts = load_parts(source, item, model.dtype)
-            pieces = [split_tensor(parts, item.rule, shape, model.tp, tp_rank) for tp_rank in range(model.tp)]
+            whole = load_whole(source, item, model.dtype)
+            pieces = [split_tensor(whole, item.rule.split, shape, model.tp, tp_rank) for tp_rank in range(model.tp)]
             for writer, piece in zip(writers[item.pp_rank * model.tp :], pieces, strict=False):
                 writer.write(item.name, piece)
             return sum(piece.nbytes for piece in pieces)
@@ -187,8 +187,10 @@ def joined_shape(source: HFCheckpoint, item: Placed) -> tuple[int, ...]:
     return (sum(s[0] if s else 0 for s in shapes), *shapes[0][1:])
 
 
-def load_parts(source: HFCheckpoint, item: Placed, dtype: str) -> list[torch.Tensor]:
-    """Read an item's sources, cast; raise CheckpointError for a value that is not finite, before or after the cast."""
+def load_whole(source: HFCheckpoint, item: Placed, dtype: str) -> torch.Tensor:
+    """Read an item's sources, cast and joined; raise CheckpointError for a value that is not finite, before or after the cast."""
+    import torch
+
     parts = []
     for name in item.sources:
         part = source.entries[name].load()
@@ -200,47 +202,6 @@ def load_parts(source: HFCheckpoint, item: Placed, dtype: str) -> list[torch.Ten
                 f"Cannot convert {name}: row {row} holds NaN or infinity as {dtype}. Fetch the model again, or use dtype float32."
             )
         parts.append(part)
-    return parts
-
-
-def split_shape(full: tuple[int, ...], rule: TensorRule, shape: ModelShape, tp: int) -> tuple[int, ...]:
-    """Return one rank's shape of a tensor."""
-    if rule.split in ("rows", "gate_up"):
-        return (full[0] // tp, *full[1:])
-    if rule.split == "columns":
-        return (full[0], full[1] // tp)
-    if rule.split == "vocab":
-        return (math.ceil(full[0] / tp), full[1])
-    if rule.split == "qkv":
-        kv_heads = max(1, shape.kv_heads // tp)
-        return ((shape.heads // tp + 2 * kv_heads) * shape.head_dim, *full[1:])
-    return full
-
-
-def split_tensor(parts: list[torch.Tensor], rule: TensorRule, shape: ModelShape, tp: int, rank: int) -> torch.Tensor:
-    """Return one rank's share of a tensor given as its joined parts."""
-    import torch
-
-    if rule.split == "qkv":
-        if len(parts) == 1:
-            parts = list(torch.split(parts[0], [shape.q_rows, shape.kv_rows, shape.kv_rows]))
-        return torch.cat([_take_heads(part, shape, tp, rank) for part in parts])
-    if rule.split == "gate_up":
-        gate, up = parts[0].chunk(2, dim=0)
-        return torch.cat((up.chunk(tp, dim=0)[rank], gate.chunk(tp, dim=0)[rank]))
-    tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if rule.split == "rows":
-        return tensor.chunk(tp, dim=0)[rank]
-    if rule.split == "columns":
-        return tensor.chunk(tp, dim=1)[rank]
-    if rule.split == "vocab" and tensor.shape[0] % tp:
-        tensor = torch.nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % tp))
-    return tensor.chunk(tp, dim=0)[rank] if rule.split == "vocab" else tensor
-
-
-def _take_heads(part: torch.Tensor, shape: ModelShape, tp: int, rank: int) -> torch.Tensor:
-    """Return a rank's heads of q, k or v; key-value heads are repeated when there are fewer than ranks."""
-    heads = part.reshape(-1, shape.head_dim, *part.shape[1:])
-    if heads.shape[0] < tp:
-        heads = heads.repeat_interleave(tp // heads.shape[0], dim=0)
-    return heads.chunk(tp, dim=0)[rank].reshape(-1, *part.shape[1:])
+    if item.rule.swap:
+        parts = list(reversed(parts[0].chunk(2)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -149,12 +149,8 @@ def _write_linear(writer: TensorWriter, entry: TensorEntry, scheme: QuantScheme,
     """Quantize and write a linear weight, some rows at a time: no scheme looks at more than a row."""
     weight = entry.load()
     for rows in row_blocks(entry.shape):
-        if given is not None and given.row_amax is not None:
-            block_scales: LinearScales | None = replace(given, row_amax=given.row_amax[rows])
-        else:
-            block_scales = given
         try:
-            parts = scheme.quantize(weight[rows], group_size, block_scales)
+            parts = scheme.quantize(weight[rows], group_size, None if given is None else given.of_rows(rows))
         except OverflowError as error:
             raise CheckpointError(f"Cannot quantize {entry.name}: {error}. Use dtype bfloat16, or calibrate again.") from None
         for suffix, part in parts.items():

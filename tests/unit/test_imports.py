@@ -13,10 +13,10 @@ PACKAGE = Path(specbuild.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = ["errors", "base", "parts", "stages", "cli"]  # a layer imports only itself and those before it
 PARTS = {"families", "quant", "compilers", "triton", "spec"}
-BASE = {"artifacts", "config", "shape", "tensorfile", "tllm_config", "provenance", "progress", "__init__"}
+BASE = {"artifacts", "config", "shape", "tensorfile", "tllm_config", "ranks", "rotary", "provenance", "progress", "__init__"}
 MAY_USE_SPEC = {"compilers", "triton"}
 OWNERS = {
-    "torch": {"tensorfile", "convert", "quantize", "quant", "compilers"},
+    "torch": {"tensorfile", "ranks", "convert", "quantize", "quant", "compilers"},
     "transformers": {"compilers"},
     "onnx": {"compilers"},
     "onnxruntime": {"compilers"},

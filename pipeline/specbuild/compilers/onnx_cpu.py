@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from specbuild import __version__
 from specbuild.artifacts import Engine, TllmCheckpoint
 from specbuild.compilers.compiler import Limits, Runner
-from specbuild.compilers.rotary import KINDS
 from specbuild.config import PairConfig, Role
 from specbuild.errors import EngineError
 from specbuild.progress import bar
 from specbuild.provenance import find_version
 from specbuild.quant import QuantScheme, scheme_of_algo
+from specbuild.rotary import KINDS
 from specbuild.shape import ModelShape
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ import onnx
 from onnx import TensorProto, helper
 
 from specbuild.compilers.compiler import Limits
+from specbuild.compilers.masks import mask_names
 from specbuild.compilers.nbits import pack_blocks
-from specbuild.compilers.rotary import make_frequencies, mask_names
 from specbuild.quant import QuantScheme
+from specbuild.rotary import make_frequencies
 from specbuild.shape import ModelShape
 from specbuild.tensorfile import TensorEntry
 

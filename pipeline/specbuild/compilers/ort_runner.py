@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from specbuild.artifacts import Engine
-from specbuild.compilers.rotary import mask_names
+from specbuild.compilers.masks import mask_names
 from specbuild.errors import EngineError
 
 Array = np.ndarray[Any, Any]

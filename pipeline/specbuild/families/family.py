@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from specbuild.errors import CheckpointError
+from specbuild.ranks import Split
 from specbuild.shape import ModelShape
-
-Split = Literal["none", "rows", "columns", "qkv", "gate_up", "vocab"]
 
 
 def always(_: ModelShape) -> bool:
@@ -23,9 +22,7 @@ class TensorRule:
     """One TensorRT-LLM tensor: its Hugging Face sources, joined along the rows, and how ranks share it.
 
     `{i}` stands for the layer; names without it belong to the whole model.
-    Split: none = on every rank; rows, columns = cut along that axis; qkv = q, k and v rows cut apart, then joined again;
-    gate_up = a source of gate rows above up rows becomes each rank's up rows above its gate rows;
-    vocab = rows, zero-padded to a multiple of the ranks. `offset` is added to the weights.
+    `split` is one of ranks.Split; `offset` is added to the weights; `swap` puts the lower half of the rows above the upper one.
     """
 
     name: str
@@ -33,6 +30,7 @@ class TensorRule:
     split: Split = "none"
     when: Callable[[ModelShape], bool] = always
     offset: float = 0.0
+    swap: bool = False
 
 
 @dataclass(frozen=True)

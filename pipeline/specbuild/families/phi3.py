@@ -29,8 +29,10 @@ _FUSED = {"attention.qkv.weight": "self_attn.qkv_proj.weight", "mlp.fc.weight": 
 
 def _adapt(rule: TensorRule) -> TensorRule:
     source = _FUSED.get(rule.name.removeprefix("transformer.layers.{i}."))
-    split = "gate_up" if "mlp.fc" in rule.name else rule.split
-    return rule if source is None else replace(rule, sources=("model.layers.{i}." + source,), split=split)
+    if source is None:
+        return rule
+    rule = replace(rule, sources=("model.layers.{i}." + source,))
+    return replace(rule, split="halves", swap=True) if "mlp.fc" in rule.name else rule  # stored gate above up, wanted up above gate
 
 
 RULES = tuple(_adapt(rule) for rule in llama.RULES if "mlp.gate" not in rule.name)

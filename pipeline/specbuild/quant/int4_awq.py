@@ -24,10 +24,17 @@ def _plan(spec: TensorSpec, group_size: int) -> list[TensorSpec]:
 
 
 def _quantize(weight: torch.Tensor, group_size: int, scales: LinearScales | None) -> dict[str, torch.Tensor]:
-    prequant = weight.new_ones(weight.shape[1]) if scales is None else scales.prequant.to(weight.dtype)
-    folded = weight if scales is None else fold_prequant(weight, scales.prequant)
-    q, scale = round_groups(folded, group_size)
-    return {"weight": pack_rows(q), "weights_scaling_factor": scale, "prequant_scaling_factor": prequant}
+    prequant = None if scales is None else scales.prequant
+    if scales is not None and scales.rounded is not None:
+        q, scale = scales.rounded
+    else:
+        q, scale = round_groups(weight if prequant is None else fold_prequant(weight, prequant), group_size)
+    return _store(Levels(q, scale, prequant, 4), weight.dtype)
+
+
+def _store(levels: Levels, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    prequant = levels.scale.new_ones(levels.q.shape[1]) if levels.prequant is None else levels.prequant
+    return {"weight": pack_rows(levels.q), "weights_scaling_factor": levels.scale, "prequant_scaling_factor": prequant.to(dtype)}
 
 
 def _levels(tensors: Tensors) -> Levels:
@@ -39,4 +46,4 @@ def _settings(group_size: int) -> dict[str, Any]:
     return {"group_size": group_size, "has_zero_point": False, "pre_quant_scale": True, "exclude_modules": ["lm_head"]}
 
 
-INT4_AWQ = QuantScheme("int4_awq", "W4A16_AWQ", 4, True, _plan, _quantize, _levels, _settings, takes_scales=True)
+INT4_AWQ = QuantScheme("int4_awq", "W4A16_AWQ", 4, True, _plan, _quantize, _levels, _settings, _store, takes_scales=True)

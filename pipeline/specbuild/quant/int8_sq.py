@@ -36,7 +36,8 @@ def _quantize(weight: torch.Tensor, group_size: int, scales: LinearScales | None
 
 
 def _levels(tensors: Tensors) -> Levels:
-    return Levels(tensors["weight"], tensors["weights_scaling_factor"][:, None], tensors["prequant_scaling_factor"].float(), 8)
+    prequant, activation = tensors["prequant_scaling_factor"].float(), tensors["activation_scaling_factor"]
+    return Levels(tensors["weight"], tensors["weights_scaling_factor"][:, None], prequant, 8, activation)
 
 
 def _settings(group_size: int) -> dict[str, Any]:  # noqa: ARG001

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,11 +23,18 @@ class LinearScales:
 
     prequant: float32 (in,), above zero. activation: float32 (1,), amax(|x * prequant|) / 127, for schemes with integer activations.
     row_amax: float32 (out,), max|W / prequant| of whole rows where ranks share their columns; None = of the weight at hand.
+    rounded: the integers, int8 (out, in), and their scales, float32 (out, groups), where they were chosen with the scales.
     """
 
     prequant: torch.Tensor
     activation: torch.Tensor | None = None
     row_amax: torch.Tensor | None = None
+    rounded: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of_rows(self, rows: slice) -> LinearScales:
+        """Return the scales of some rows of the weight."""
+        amax = None if self.row_amax is None else self.row_amax[rows]
+        return replace(self, row_amax=amax, rounded=None if self.rounded is None else (self.rounded[0][rows], self.rounded[1][rows]))
 
 
 Scales = Mapping[str, LinearScales]

@@ -18,12 +18,21 @@ BY_ROW = ("weight", "weights_scaling_factor")  # stored tensors whose rows depen
 
 @dataclass(frozen=True)
 class Levels:
-    """A linear layer as integers: W[o, i] = q[o, i] * scale[o, i // group] * prequant[i]; y = (x * prequant) @ (q * scale).T."""
+    """A linear layer as integers: W[o, i] = q[o, i] * scale[o, i // group] * prequant[i]; y = (x * prequant) @ (q * scale).T.
+
+    With an activation scale a, x * prequant itself becomes integers: round half to even of x * prequant / a, within -128..127.
+    """
 
     q: torch.Tensor  # int8 (out, in)
     scale: torch.Tensor  # float32 (out, groups); one group = one scale per output row
     prequant: torch.Tensor | None  # float32 (in,); None = ones
     bits: int
+    activation: torch.Tensor | None = None  # float32 (1,); None = x stays as it is
+
+    def weight(self) -> torch.Tensor:
+        """Return q * scale, float32 (out, in): the weight that x * prequant meets."""
+        rows, columns = self.q.shape
+        return (self.q.reshape(rows, self.scale.shape[1], -1) * self.scale[:, :, None]).reshape(rows, columns)
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class QuantScheme:
     plan(spec, group_size): the tensors stored for a linear weight. quantize(weight, group_size, scales): those tensors, of the
     whole weight or of an even number of its rows; without scales the prequant scales are ones.
     levels(tensors): the same as integers and scales, or None when the weight stays as it is.
+    store(levels, dtype): the tensors that these integers and scales are stored as, in a checkpoint of that dtype; None: no such form.
     """
 
     name: str
@@ -43,6 +53,7 @@ class QuantScheme:
     quantize: Callable[[torch.Tensor, int, LinearScales | None], dict[str, torch.Tensor]]
     levels: Callable[[Tensors], Levels | None]
     settings: Callable[[int], dict[str, Any]]  # further keys of config.json's `quantization`
+    store: Callable[[Levels, torch.dtype], dict[str, torch.Tensor]] | None = None
     takes_scales: bool = False
     needs_calibration: bool = False  # nothing to fall back on when no scales are given
     activation_bits: int = 16

@@ -1,4 +1,4 @@
-"""Rotary frequencies of a decoder, and which masks its layers need: what the graph and its runner must agree on."""
+"""Rotary frequencies of a decoder."""
 
 from __future__ import annotations
 
@@ -33,9 +33,3 @@ def _llama3(plain: Array, slow: Array, values: dict[str, Any]) -> Array:
     share = np.clip((turns - low) / (high - low), 0.0, 1.0)
     blended: Array = share * plain + (1 - share) * slow
     return blended
-
-
-def mask_names(shape: ModelShape) -> tuple[str, ...]:
-    """Return the mask inputs that some layer reads: "mask" sees all positions, "local_mask" the window."""
-    kinds = {shape.windowed(layer) for layer in range(shape.layers)}
-    return tuple(name for name, windowed in (("mask", False), ("local_mask", True)) if windowed in kinds)
