@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Measure convert and quantize (int4_awq, null calibration) of a synthetic sharded Llama checkpoint against `cp` of the same bytes.
+"""Measure convert and quantize (int4_awq, null calibration) of synthetic sharded Llama checkpoints: GB/s of source weights, peak memory.
 
-usage: python scripts/bench_quantize.py [--gigabytes 2] [--tp 2] [--runs 3] [--dir DIRECTORY]
+usage: python scripts/bench_quantize.py [--gigabytes 0.5 2] [--tp 2] [--runs 3] [--modelopt-python PYTHON] [--dir DIRECTORY]
 
-Runs are paired, cp and ours in turn on the same disk, each until its bytes are on the disk (the stages sync their own files). The two
-stages run in a child process whose peak resident memory is printed. The directory needs about five times the size; it is emptied again.
+Beside `cp` of the same bytes, and modelopt's own null calibration and export of the same model (scripts/modelopt_export.py, in PYTHON;
+default this one). The three take turns on the same disk, each until its bytes are on the disk. Ours and modelopt's seconds begin when
+everything is imported; peak resident memory is the whole process's. The directory needs about five times the size; it is emptied again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,9 +36,9 @@ from specbuild.tensorfile import TensorSpec, TensorWriter
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB = 2048, 8192, 32, 8, 32000  # a Llama 3.2 1B layer
 SHARD = 512 << 20
-CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": HEADS,
-          "num_key_value_heads": KV_HEADS, "vocab_size": VOCAB, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-          "tie_word_embeddings": False}  # fmt: skip
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": HIDDEN,
+          "intermediate_size": INTERMEDIATE, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCAB,
+          "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
 
 
 def make_specs(size: int) -> tuple[int, list[TensorSpec]]:
@@ -96,52 +99,123 @@ def timed(make: Callable[[], None], directory: Path) -> float:
     return seconds
 
 
-def run_stages(config: Path, results: multiprocessing.Queue[tuple[float, float, int]]) -> None:
-    """Convert and quantize; report both durations and the peak resident memory in bytes."""
+@dataclass(frozen=True)
+class Run:
+    """One run: its seconds, its CPU seconds a second, and the peak resident memory of its process in bytes (0 = not measured)."""
+
+    seconds: float
+    cores: float = 0.0
+    peak: int = 0
+    whole: float = 0.0  # with the start of its process and its imports
+
+
+def run_stages(config: Path, results: multiprocessing.Queue[tuple[float, float, float, int]]) -> None:
+    """Convert and quantize; report both durations, the CPU seconds of both and the peak resident memory in bytes."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     pair = load_config(config)
-    times = [time.perf_counter()]
+    times, cpu = [time.perf_counter()], time.process_time()
     for stage in (run_convert, run_quantize):
         stage(pair, "target", force=True)
         times.append(time.perf_counter())
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    results.put((times[1] - times[0], times[2] - times[1], int(status["VmHWM"].split()[0]) * 1024))
+    peak = int(status["VmHWM"].split()[0]) * 1024
+    results.put((times[1] - times[0], times[2] - times[1], time.process_time() - cpu, peak))
 
 
-def measure(root: Path, args: argparse.Namespace) -> None:
-    source, work = root / "source", root / "work"
-    size = make_source(source, int(args.gigabytes * 1e9))
-    section = {"model": str(source), "dtype": "bfloat16", "tp": args.tp, "quantize": {"scheme": "int4_awq", "group_size": 128}}
+def measure_cp(root: Path) -> Run:
+    seconds = timed(lambda: subprocess.run(["cp", "-r", root / "source", root / "copy"], check=True), root / "copy")
+    return Run(seconds, whole=seconds)
+
+
+def measure_ours(root: Path, tp: int) -> Run:
+    """Convert and quantize in a child process."""
+    section = {"model": str(root / "source"), "dtype": "bfloat16", "tp": tp,
+               "quantize": {"scheme": "int4_awq", "group_size": 128, "quality": {"samples": 0}}}  # fmt: skip
     config = root / "pair.yaml"  # JSON is YAML
-    config.write_text(json.dumps({"name": "bench", "workdir": str(work), "target": section, "draft": section}))
+    config.write_text(json.dumps({"name": "bench", "workdir": str(root / "work"), "target": section, "draft": section}))
     context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[tuple[float, float, int]] = context.Queue()
+    results: multiprocessing.Queue[tuple[float, float, float, int]] = context.Queue()
 
-    def ours() -> None:
+    def work() -> None:
         child = context.Process(target=run_stages, args=(config, results))
         child.start()
         child.join()
         if child.exitcode:
             sys.exit(f"the stages failed with {child.exitcode}")
 
-    rows = []
-    for run in range(args.runs):
-        copy = timed(lambda: subprocess.run(["cp", "-r", source, root / "copy"], check=True), root / "copy")
-        whole = timed(ours, work)
-        convert, quantize, peak = results.get()
-        stages = convert + quantize
-        rows.append((copy, whole, stages, whole / copy, stages / copy, peak))
-        print(
-            f"run {run}: cp {copy:.2f} s; convert {convert:.2f} s + quantize {quantize:.2f} s, {stages / copy:.2f} times cp; the whole "
-            f"process with its imports {whole:.2f} s, {whole / copy:.2f} times; peak resident memory {peak / 1e9:.2f} GB",
-            flush=True,
-        )
-    copy, whole, stages, whole_ratio, ratio, _ = (statistics.median(column) for column in zip(*rows, strict=True))
-    print(
-        f"median of {args.runs}, {size / 1e9:.2f} GB, tp {args.tp}: cp {copy:.2f} s ({size / copy / 1e9:.2f} GB/s); convert and quantize "
-        f"{stages:.2f} s ({size / stages / 1e9:.2f} GB/s), {ratio:.2f} times cp; the whole process {whole:.2f} s, {whole_ratio:.2f} times; "
-        f"peak resident memory {max(row[-1] for row in rows) / 1e9:.2f} GB"
-    )
+    whole = timed(work, root / "work")
+    convert, quantize, cpu, peak = results.get()
+    print(f"  convert {convert:.2f} s, quantize {quantize:.2f} s", flush=True)
+    return Run(convert + quantize, cpu / (convert + quantize), peak, whole)
+
+
+def measure_modelopt(root: Path, tp: int, python: str) -> Run | str:
+    """Quantize and export with modelopt; return the reason where it cannot be done."""
+    script = Path(__file__).with_name("modelopt_export.py")
+    found: dict[str, Any] = {}
+    failure = ""
+
+    def work() -> None:
+        nonlocal found, failure
+        (root / "modelopt").mkdir()
+        command = [python, script, root / "source", root / "modelopt", "--tp", str(tp)]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            failure = str(error)
+            return
+        lines = [line for line in result.stderr.splitlines() if line]
+        if result.returncode:
+            failure = lines[-1] if lines else f"exit code {result.returncode}"
+        else:
+            found = json.loads(result.stdout.splitlines()[-1])
+
+    whole = timed(work, root / "modelopt")
+    if failure:
+        return failure
+    seconds = found["seconds"]
+    total = sum(seconds.values())
+    print(f"  {', '.join(f'{name} {value:.2f} s' for name, value in seconds.items())}; {found['exporter']} of "
+          f"{', '.join(f'{name} {version}' for name, version in found['versions'].items())}", flush=True)  # fmt: skip
+    return Run(total, found["cpu_seconds"] / total, found["peak"], whole)
+
+
+def measure(root: Path, gigabytes: float, args: argparse.Namespace) -> list[str]:
+    """Run all sides in turn on a model of one size; return a row of the table."""
+    size = make_source(root / "source", int(gigabytes * 1e9))
+    sides: dict[str, Callable[[], Run | str]] = {"cp": lambda: measure_cp(root), "ours": lambda: measure_ours(root, args.tp),
+                                                 "modelopt": lambda: measure_modelopt(root, args.tp, args.modelopt_python)}  # fmt: skip
+    runs: dict[str, list[Run]] = {name: [] for name in sides}
+    for index in range(args.runs):
+        for name, side in list(sides.items()):
+            run = side()
+            if isinstance(run, str):
+                print(f"modelopt skipped, because it does not run in {args.modelopt_python}: {run}", flush=True)
+                del sides[name]
+                continue
+            runs[name].append(run)
+            more = (f", {run.cores * run.seconds:.2f} CPU s ({run.cores:.2f} of {os.cpu_count()} cores), peak {run.peak / 1e9:.2f} GB"
+                    if run.peak else "")  # fmt: skip
+            print(f"{size / 1e9:.2f} GB, run {index}: {name} {run.seconds:.2f} s, {size / run.seconds / 1e9:.2f} GB/s, whole process "
+                  f"{run.whole:.2f} s{more}", flush=True)  # fmt: skip
+    shutil.rmtree(root / "source")
+    return make_row(size, runs)
+
+
+def make_row(size: int, runs: dict[str, list[Run]]) -> list[str]:
+    """Return medians as a row: rates of the three, the ratios of paired runs, our use of the cores, the highest peaks."""
+
+    def rate(name: str) -> str:
+        return f"{size / statistics.median(run.seconds for run in runs[name]) / 1e9:.2f}" if runs[name] else "-"
+
+    def ratio(other: str) -> str:
+        """Tell how many times as fast ours is: the median of runs side by side."""
+        pairs = zip(runs[other], runs["ours"], strict=False)
+        return f"{statistics.median(b.seconds / a.seconds for b, a in pairs):.2f}" if runs[other] else "-"
+
+    peaks = [f"{max(run.peak for run in runs[name]) / 1e9:.2f}" if runs[name] else "-" for name in ("ours", "modelopt")]
+    cores = f"{statistics.median(run.cores for run in runs['ours']):.2f}"
+    return [f"{size / 1e9:.2f}", rate("cp"), rate("ours"), rate("modelopt"), ratio("modelopt"), ratio("cp"), cores, *peaks]
 
 
 def describe_machine() -> str:
@@ -155,14 +229,30 @@ def describe_machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5, 2.0])
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--modelopt-python", default=sys.executable, help="an interpreter whose environment has nvidia-modelopt")
     parser.add_argument("--dir", type=Path, help="where to write; default a temporary directory")
     args = parser.parse_args()
     print(describe_machine())
+    print(f"bfloat16 to int4_awq in groups of 128, null calibration, tp {args.tp}, {args.runs} runs of each in turn", flush=True)
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
-        measure(Path(root), args)
+        rows = [measure(Path(root), gigabytes, args) for gigabytes in args.gigabytes]
+    titles = [
+        "size GB",
+        "cp GB/s",
+        "ours GB/s",
+        "modelopt GB/s",
+        "ours/modelopt",
+        "ours/cp",
+        "our cores",
+        "our peak GB",
+        "modelopt peak GB",
+    ]
+    print("\nmedians of runs side by side; peaks are the highest")
+    for row in [titles, *rows]:
+        print("  ".join(value.rjust(len(title)) for value, title in zip(row, titles, strict=True)))
 
 
 if __name__ == "__main__":

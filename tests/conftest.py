@@ -92,11 +92,14 @@ def write_model(directory, kind, seed, dtype, max_shard_size, config):
 
 @pytest.fixture(scope="session")
 def write_pair_yaml(make_model):
-    """Return write(directory, **sections): a YAML of the tiny pair with the given keys replaced, nested ones merged; None removes one."""
+    """Return write(directory, **sections): a YAML of the tiny pair with the given keys replaced, nested ones merged; None removes one.
+
+    Quality is not measured unless a test asks for it.
+    """
     base = {
         "name": "tiny",
-        "target": {"model": "", "dtype": "bfloat16", "quantize": {"scheme": "int4_awq", "group_size": 32}},
-        "draft": {"model": "", "dtype": "bfloat16", "quantize": {"scheme": "int8_wo"}},
+        "target": {"model": "", "dtype": "bfloat16", "quantize": {"scheme": "int4_awq", "group_size": 32, "quality": {"samples": 0}}},
+        "draft": {"model": "", "dtype": "bfloat16", "quantize": {"scheme": "int8_wo", "quality": {"samples": 0}}},
         "speculation": {"draft_len": 4, "acceptance": "rejection"},
         "build": {"compiler": "onnx-cpu", "max_batch_size": 4, "max_seq_len": 256},
     }

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specbuild.config import ModelConfig
 from specbuild.errors import CheckpointError, ConfigError, EngineError
+from specbuild.picklefile import read_pickle
 from specbuild.shape import ModelShape
-from specbuild.tensorfile import TensorEntry, read_header
+from specbuild.tensorfile import LoadableTensor, TensorEntry, read_header
 from specbuild.tllm_config import check_tllm_config, shape_from_tllm
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or as an index of shards, is the model
 _SMALL_FILES = ("*.json", "tokenizer.model", "*.txt")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -60,20 +60,29 @@ def is_local(model: ModelConfig, yaml_path: Path) -> bool:
 
 def check_no_adapter(directory: Path) -> None:
     """Raise CheckpointError when a directory holds an adapter and no model of its own."""
-    if (directory / "adapter_config.json").exists() and not any((directory / name).exists() for name in (INDEX, SINGLE)):
-        kind = "a DoRA adapter" if load_json(directory / "adapter_config.json").get("use_dora") else "an adapter"
+    names = (name for whole in WEIGHTS for name in (whole, index_of(whole)))
+    if (directory / "adapter_config.json").exists() and not any((directory / name).exists() for name in names):
+        dora = load_json(directory / "adapter_config.json").get("use_dora")
+        cure = "" if dora else ", or give the base model, and this directory as its merge_lora"
         raise CheckpointError(
-            f"Cannot convert {directory}: it is {kind}, expected a whole model. Merge it into its base model (PEFT: merge_and_unload)."
+            f"Cannot convert {directory}: it is {'a DoRA adapter' if dora else 'an adapter'}, expected a whole model. Merge it into its "
+            f"base model (PEFT: merge_and_unload){cure}."
         )
 
 
+def index_of(whole: str) -> str:
+    """Return the name of the index that stands for a weight file in shards."""
+    return f"{whole}.index.json"
+
+
 def _fetch_from_hub(model: ModelConfig, local: Path, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*_SMALL_FILES, *(("*.safetensors",) if weights else ())]
     try:
-        return Path(snapshot_download(model.model, revision=model.revision, allow_patterns=patterns))
+        directory = _fetch_files(model.model, model.revision, _SMALL_FILES)
+        if weights:
+            _fetch_weights(model.model, directory)
+        return directory
     except LocalEntryNotFoundError:
         reason = "not in the local hub cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)"
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
@@ -84,52 +93,86 @@ def _fetch_from_hub(model: ModelConfig, local: Path, weights: bool) -> Path:
     )
 
 
+def _fetch_files(repository: str, revision: str | None, patterns: Iterable[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+
+
+def _fetch_weights(repository: str, directory: Path) -> None:
+    """Fetch the weight files of a snapshot that the model is loaded from, and no others; the small files are there, the indexes too."""
+    for whole in WEIGHTS:
+        _fetch_files(repository, directory.name, [whole])  # the snapshot's name is its commit
+        if (directory / whole).exists():
+            return
+        if (directory / index_of(whole)).exists():
+            _fetch_files(repository, directory.name, shards_of(directory / index_of(whole)))
+            return
+
+
 @dataclass(frozen=True)
 class HFCheckpoint:
-    """A Hugging Face model directory: its config and where each tensor lies."""
+    """A Hugging Face model directory: its config, where each tensor lies, and the files they lie in."""
 
     directory: Path
     config: Mapping[str, Any]
-    entries: Mapping[str, TensorEntry]
+    entries: Mapping[str, LoadableTensor]
+    weight_files: tuple[Path, ...]
 
     @classmethod
     def open(cls, directory: Path) -> HFCheckpoint:
-        """Open a directory and read its safetensors headers; every missing or damaged file is an error before any weight is read."""
+        """Open a directory and read its headers; every missing or damaged file is an error before any weight is read."""
         config = load_json(directory / "config.json")
-        entries: dict[str, TensorEntry] = {}
-        headers = {file: read_header(directory / file) for file in find_weight_files(directory)}
+        files, index = find_weight_files(directory)
+        entries: dict[str, LoadableTensor] = {}
+        headers = {file: read_weight_file(directory / file) for file in files}
         for header in headers.values():
             entries |= header
-        if SINGLE not in headers:
-            for name, file in load_json(directory / INDEX)["weight_map"].items():
+        if index is not None:
+            for name, file in load_json(directory / index)["weight_map"].items():
                 if name not in headers[file]:
                     raise CheckpointError(
-                        f"Cannot open {directory}: {INDEX} promises tensor {name} in {file}, which does not hold it. Fetch the model again."
+                        f"Cannot open {directory}: {index} promises tensor {name} in {file}, which does not hold it. Fetch the model again."
                     )
-        return cls(directory, config, entries)
+        return cls(directory, config, entries, tuple(directory / file for file in files))
 
     @property
-    def weight_files(self) -> list[Path]:
-        return sorted({entry.path for entry in self.entries.values()})
+    def unused_files(self) -> list[str]:
+        """Names of safetensors files beside those that are read."""
+        return sorted(path.name for path in self.directory.glob("*.safetensors") if path not in self.weight_files)
 
 
-def find_weight_files(directory: Path) -> list[str]:
-    """List the safetensors files of a Hugging Face directory: the standard name, else its index's, as transformers does; all must exist."""
-    if (directory / SINGLE).exists():
-        files = [SINGLE]
-    elif (directory / INDEX).exists():
-        weight_map = load_json(directory / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"Cannot read {directory / INDEX}: it has no weight_map.")
-        files = sorted(set(weight_map.values()))
-    else:
-        others = sorted(path.name for ending in ("bin", "pt", "pth", "gguf") for path in directory.glob(f"*.{ending}"))
-        found = f" found {', '.join(others[:3])}," if others else ""
-        raise CheckpointError(f"Cannot find weights in {directory}:{found} expected {SINGLE} or {INDEX}. Save the model as safetensors.")
-    missing = [file for file in files if not (directory / file).exists()]
-    if missing:
-        raise CheckpointError(f"Cannot open {directory}: missing {', '.join(missing)} of {len(files)} weight files. Fetch the model again.")
-    return files
+def read_weight_file(path: Path) -> Mapping[str, LoadableTensor]:
+    """Read what a safetensors or .bin file holds, without its data."""
+    return read_header(path) if path.suffix == ".safetensors" else read_pickle(path)
+
+
+def find_weight_files(directory: Path) -> tuple[list[str], str | None]:
+    """List a Hugging Face directory's weight files, and their index: the first standard name, as in transformers; all must exist."""
+    for whole in WEIGHTS:
+        if (directory / whole).exists():
+            return [whole], None
+        if (directory / index_of(whole)).exists():
+            files = shards_of(directory / index_of(whole))
+            if missing := [file for file in files if not (directory / file).exists()]:
+                raise CheckpointError(
+                    f"Cannot open {directory}: missing {', '.join(missing)} of {len(files)} weight files. Fetch the model again."
+                )
+            return files, index_of(whole)
+    others = sorted(path.name for ending in ("safetensors", "bin", "pt", "pth", "gguf") for path in directory.glob(f"*.{ending}"))
+    found = f" found {', '.join(others[:3])}," if others else ""
+    raise CheckpointError(
+        f"Cannot find weights in {directory}:{found} expected {' or '.join(WEIGHTS)}, or an index of shards of one. Save the model as "
+        "safetensors."
+    )
+
+
+def shards_of(index: Path) -> list[str]:
+    """List the files that an index names."""
+    weight_map = load_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"Cannot read {index}: it has no weight_map of file names. Fetch it again.")
+    return sorted(set(weight_map.values()))
 
 
 def find_end_ids(directory: Path) -> tuple[int, ...]:

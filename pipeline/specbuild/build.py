@@ -12,6 +12,7 @@ from specbuild.convert import convert_parameters
 from specbuild.errors import CheckpointError
 from specbuild.provenance import Record, check_parameters, digest_artifact, make_artifact
 from specbuild.quant import QuantScheme, find_scheme, scheme_of_algo
+from specbuild.quant.scheme import includes_lm_head
 from specbuild.quantize import quantize_parameters
 from specbuild.shape import ModelShape
 
@@ -55,7 +56,13 @@ def check_sources(config: PairConfig, role: Role) -> None:
 def check_quantization(source: TllmCheckpoint, scheme: QuantScheme) -> None:
     """Raise CheckpointError unless a checkpoint's `quantization` is what its scheme writes: anything else is another format."""
     found = source.config["quantization"]
-    wanted = {"quant_algo": scheme.quant_algo, "kv_cache_quant_algo": None, **scheme.settings(found.get("group_size", 0))}
+    wanted = {
+        "quant_algo": scheme.quant_algo,
+        "kv_cache_quant_algo": None,
+        **scheme.settings(found.get("group_size", 0), includes_lm_head(found)),
+    }
+    if includes_lm_head(found) and scheme.grouped and "lm_head.weights_scaling_factor" not in source.entries(len(source.rank_files) - 1):
+        wanted |= scheme.settings(found.get("group_size", 0), False)  # its lm_head came as it was
     for key in (*wanted, *found):
         if found.get(key) != wanted.get(key):
             raise CheckpointError(

@@ -10,13 +10,16 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from specbuild.artifacts import HFCheckpoint, find_end_ids, find_model_dir, is_local, load_json
+from specbuild.calibration import check_calibration
 from specbuild.compilers import COMPILERS, find_compiler
 from specbuild.config import ROLES, PairConfig, Role
-from specbuild.convert import check_parallel, check_tensors, place_tensors
+from specbuild.convert import adapter_dir, check_parallel, check_source, open_source
 from specbuild.errors import ConfigError
 from specbuild.families import Family, find_family
+from specbuild.hf_formats import find_packing, plain_config, read_adapter_config
+from specbuild.packed import check_packing
 from specbuild.quant import find_scheme
-from specbuild.quantize import check_calibrated, check_groups
+from specbuild.quantize import check_groups, check_lm_head
 from specbuild.shape import ModelShape
 from specbuild.spec.accept import RULES
 from specbuild.spec.drafters import DRAFTERS
@@ -35,6 +38,7 @@ class ModelReport:
     ranks: str
     context: int
     vocab: int
+    tied: bool  # lm_head is the embedding
     tokenizer_vocab: int
     end_ids: tuple[int, ...]
     weights_seen: bool  # the headers of its weight files were read and fit the config
@@ -88,7 +92,7 @@ def check_names(config: PairConfig) -> None:
             raise ConfigError(f"Cannot use {what} {name!r}: expected one of {', '.join(table)}.")
     for role in ROLES:
         settings = config.model_of(role).quantize
-        check_calibrated(find_scheme(settings.scheme))
+        check_calibration(settings, config.path)
         if settings.kv_cache is not None:
             raise ConfigError(
                 f"Cannot build the {role} with kv_cache {settings.kv_cache!r} for drafted tokens: TensorRT-LLM turns paged context "
@@ -110,7 +114,7 @@ def check_weights(config: PairConfig, role: Role, directory: Path, family: Famil
     model = config.model_of(role)
     if not is_local(model, config.path):
         return False
-    check_tensors(HFCheckpoint.open(directory), family, list(place_tensors(family, shape, model.pp)), shape)
+    check_source(open_source(HFCheckpoint.open(directory), config, role), family, shape, model, role)
     return True
 
 
@@ -125,7 +129,7 @@ def make_report(config: PairConfig, role: Role, directory: Path, shape: ModelSha
         )
     return ModelReport(
         str(directory), shape.architecture, count_parameters(shape), model.dtype, model.quantize.scheme, f"tp {model.tp}, pp {model.pp}",
-        shape.context, shape.vocab, entries, find_end_ids(directory), seen,
+        shape.context, shape.vocab, shape.tied, entries, find_end_ids(directory), seen,
     )  # fmt: skip
 
 
@@ -134,11 +138,18 @@ def load_shape(config: PairConfig, role: Role) -> tuple[Path, Family, ModelShape
     model = config.model_of(role)
     directory = find_model_dir(model, config.path, weights=False)
     values = load_json(directory / "config.json")
+    packing = find_packing(values)
+    check_packing(packing, model, role)
+    if (adapter := adapter_dir(config, model)) is not None:
+        read_adapter_config(adapter)
+    values = values if packing is None else plain_config(values)
     family = find_family(values)
     shape = family.read_shape(values)
     check_parallel(shape, model)
     scheme, group_size = find_scheme(model.quantize.scheme), model.quantize.group_size
-    check_groups(shape, scheme, group_size, model.tp)
+    check_groups(shape, scheme, group_size, model.tp, find_compiler(config.build.compiler).GROUPS)
+    if model.quantize.lm_head:
+        check_lm_head(shape, model.quantize, model.tp)
     find_compiler(config.build.compiler).check(shape, scheme, group_size, model.tp, model.pp)
     check_context(config, role, shape)
     return directory, family, shape

@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -39,6 +39,9 @@ class QualityConfig(_Section):
     min_top1: Annotated[float, Field(ge=0, le=1, strict=False)] | None = Field(
         None, description="least share of positions with the same likeliest token"
     )
+    data: Annotated[str, Field(pattern=PRINTABLE)] | None = Field(
+        None, description="text to measure on; default: a part of the calibration's that it is not calibrated on"
+    )
     samples: Annotated[int, Field(ge=0)] = Field(16, description="held-out sequences to measure on; 0 = measure nothing")
 
 
@@ -49,6 +52,7 @@ class QuantizeConfig(_Section):
     group_size: Annotated[int, Field(ge=1)] = Field(128, description="input columns that share a scale, where the scheme has groups")
     calibration: CalibrationConfig | None = Field(None, description="null: round to nearest, with prequant scales of one")
     rounding: Literal["nearest", "gptq"] = Field("nearest", description="gptq: int4_awq's integers by GPTQ, with prequant scales of one")
+    lm_head: bool = Field(False, description="quantize lm_head too, by rounding to nearest; it is left out otherwise")
     quality: QualityConfig = QualityConfig()
     kv_cache: Literal["int8", "fp8"] | None = Field(None, description="only null, the model's dtype: drafted tokens need it")
 
@@ -162,10 +166,13 @@ def _first_problem(path: Path, error: ValidationError) -> str:
     if problem["type"] == "extra_forbidden":
         section: Any = PairConfig
         for part in where[:-1]:
-            section = section.model_fields[part].annotation
+            annotation = section.model_fields[part].annotation
+            section = next(each for each in (*get_args(annotation), annotation) if hasattr(each, "model_fields"))
         return _unknown_key(path, where, section)
     if problem["type"] == "missing":
         return f"Cannot use config {path}: key {'.'.join(where)} is missing. Add it."
+    if problem["type"] == "model_type":
+        problem["msg"] = "Expected a mapping" + (" with data, samples and max_length, or null" if where[-1] == "calibration" else "")
     return f"Cannot use config {path}: {'.'.join(where)} is {problem['input']!r}. {problem['msg']}."
 
 

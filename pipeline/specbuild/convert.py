@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from specbuild.artifacts import HFCheckpoint, find_model_dir
 from specbuild.config import ModelConfig, PairConfig, Role
-from specbuild.errors import CheckpointError
+from specbuild.errors import CheckpointError, ConfigError
 from specbuild.families import Family, TensorRule, find_family
-from specbuild.progress import bar
-from specbuild.provenance import Record, digest_files, make_artifact
+from specbuild.hf_formats import PackedCheckpoint, PackedWeight, find_adapter_files, merge_lora
+from specbuild.packed import Keeper, check_kept, check_zeros, view_packed
+from specbuild.progress import bar, log
+from specbuild.provenance import Record, digest_files, find_parameters, make_artifact
 from specbuild.ranks import split_shape, split_tensor
 from specbuild.shape import ModelShape
 from specbuild.tensorfile import FLOATS, TensorSpec, TensorWriter, find_not_finite, run_each, torch_dtype
@@ -23,6 +26,7 @@ from specbuild.tllm_config import check_tllm_config, shape_to_tllm
 if TYPE_CHECKING:
     import torch
 
+Pieces: TypeAlias = "tuple[list[dict[str, torch.Tensor]], int]"
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -38,16 +42,79 @@ class Placed:
 
 def run_convert(config: PairConfig, role: Role, force: bool = False) -> bool:
     """Write `<workdir>/<role>/checkpoint`; return whether it was made anew."""
-    model = config.model_of(role)
-    source = HFCheckpoint.open(find_model_dir(model, config.path, weights=True))
-    files = [source.directory / "config.json", *source.weight_files]
-    record = Record("convert", convert_parameters(model), {"model": digest_files(files)}, ("torch",))
-    return make_artifact(config.dir_of(role, "checkpoint"), record, force, lambda out: write_checkpoint(source, model, out, role))
+    model, out_dir = config.model_of(role), config.dir_of(role, "checkpoint")
+    if not force:
+        check_merged(config, role, out_dir)
+    found = HFCheckpoint.open(find_model_dir(model, config.path, weights=True))
+    if found.unused_files:
+        log(f"{role}: ignoring {', '.join(found.unused_files)}: the model is in {', '.join(path.name for path in found.weight_files[:2])}")
+    source = open_source(found, config, role)
+    inputs = {"model": digest_files([source.directory / "config.json", *source.weight_files])}
+    if (adapter := adapter_dir(config, model)) is not None:
+        inputs["adapter"] = digest_files(find_adapter_files(adapter))
+    parameters = convert_parameters(model)
+    if is_kept(source, model):
+        parameters |= {"packed": source.packing.format.method, "group_size": model.quantize.group_size}
+    record = Record("convert", parameters, inputs, ("torch",))
+    return make_artifact(out_dir, record, force, lambda out: write_checkpoint(source, model, out, role))
 
 
 def convert_parameters(model: ModelConfig) -> dict[str, Any]:
     """Return the part of the YAML that a checkpoint depends on."""
-    return {"model": model.model, "revision": model.revision, "dtype": model.dtype, "tp": model.tp, "pp": model.pp}
+    given = {"dequantize": model.dequantize, "merge_lora": model.merge_lora}
+    always = {"model": model.model, "revision": model.revision, "dtype": model.dtype, "tp": model.tp, "pp": model.pp}
+    return {**always, **{key: value for key, value in given.items() if value}}
+
+
+def adapter_dir(config: PairConfig, model: ModelConfig) -> Path | None:
+    """Return the directory of the adapter to merge, relative to the YAML."""
+    if model.merge_lora is None:
+        return None
+    return config.path.parent / os.path.expanduser(model.merge_lora)  # noqa: PTH111  Path.expanduser raises for an unknown user
+
+
+def check_merged(config: PairConfig, role: Role, directory: Path) -> None:
+    """Raise ConfigError when the checkpoint there has an adapter in it, and the one to be made would not."""
+    model, made = config.model_of(role), find_parameters(directory)
+    if model.merge_lora is None and made.get("merge_lora") is not None and made.get("model") == model.model:
+        raise ConfigError(
+            f"Cannot convert {model.model} without its adapter: {directory} was made with one, and {config.path} names none. Add "
+            f"merge_lora: {made['merge_lora']} under {role}, or use --force."
+        )
+
+
+def open_source(found: HFCheckpoint, config: PairConfig, role: Role) -> HFCheckpoint:
+    """Return a checkpoint as it is to be converted: packed weights are seen as plain ones, and an adapter is merged."""
+    model = config.model_of(role)
+    source = view_packed(found, model, role)
+    adapter = adapter_dir(config, model)
+    return source if adapter is None else merge_lora(source, adapter)
+
+
+def is_kept(source: HFCheckpoint, model: ModelConfig) -> TypeGuard[PackedCheckpoint]:
+    """Tell whether a source's own integers and scales are to be stored."""
+    return isinstance(source, PackedCheckpoint) and not model.dequantize
+
+
+def check_source(source: HFCheckpoint, family: Family, shape: ModelShape, model: ModelConfig, role: str) -> list[Placed]:
+    """Check all that a source's headers tell; return where its tensors go."""
+    placed = list(place_tensors(family, shape, model.pp))
+    check_tensors(source, family, placed, shape)
+    if is_kept(source, model):
+        linears = [item for item in placed if is_linear(item, shape)]
+        of_rank = [split_shape(joined_shape(source, item), item.rule.split, shape, model.tp) for item in linears]
+        check_kept(source, [item.sources for item in linears], of_rank, model, role)
+    return placed
+
+
+def is_linear(item: Placed, shape: ModelShape) -> bool:
+    """Tell whether a tensor is the weight of a linear layer that schemes apply to."""
+    return item.name.endswith(".weight") and part_of(item.name) in shape.linears()
+
+
+def part_of(name: str) -> str:
+    """Return the part of a layer that a TensorRT-LLM tensor belongs to."""
+    return name.removeprefix("transformer.layers.").split(".", 1)[-1].rsplit(".", 1)[0]
 
 
 def write_checkpoint(source: HFCheckpoint, model: ModelConfig, out: Path, label: str) -> None:
@@ -55,32 +122,50 @@ def write_checkpoint(source: HFCheckpoint, model: ModelConfig, out: Path, label:
     family = find_family(source.config)
     shape = family.read_shape(source.config)
     check_parallel(shape, model)
-    placed = list(place_tensors(family, shape, model.pp))
-    check_tensors(source, family, placed, shape)
+    placed = check_source(source, family, shape, model, label)
+    keeper = None
+    if is_kept(source, model):
+        check_zeros(source, label)
+        keeper = Keeper.make(source.packing, model, label)
     config = make_tllm_config(family, shape, model)
+    if keeper is not None:
+        config["quantization"] |= {"quant_algo": keeper.scheme.quant_algo, **keeper.scheme.settings(keeper.group_size, False)}
     check_tllm_config(config, out / "config.json")
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     plans: list[list[TensorSpec]] = [[] for _ in range(model.tp * model.pp)]
     for item in placed:
-        shape_of_rank = split_shape(joined_shape(source, item), item.rule.split, shape, model.tp)
+        spec = TensorSpec(item.name, DTYPE_NAMES[model.dtype], split_shape(joined_shape(source, item), item.rule.split, shape, model.tp))
+        specs = keeper.scheme.plan(spec, keeper.group_size) if keeper is not None and is_linear(item, shape) else [spec]
         for tp_rank in range(model.tp):
-            plans[item.pp_rank * model.tp + tp_rank].append(TensorSpec(item.name, DTYPE_NAMES[model.dtype], shape_of_rank))
+            plans[item.pp_rank * model.tp + tp_rank] += specs
+    rows = _write_ranks(plans, placed, lambda item: load_pieces(source, item, shape, model, keeper), model.tp, out, label)
+    if rows:
+        log(f"{label}: in {rows} rows the largest integer moved by one step, to the end of its range")
+
+
+def _write_ranks(
+    plans: list[list[TensorSpec]], placed: list[Placed], load: Callable[[Placed], Pieces], tp: int, out: Path, label: str
+) -> int:
+    """Write every rank's file; return the sum of what `load` counts."""
+    counted = 0
     with ExitStack() as stack, bar(f"convert {label}", sum(s.nbytes for plan in plans for s in plan), "B") as progress:
         writers = [TensorWriter(out / f"rank{rank}.safetensors", plan) for rank, plan in enumerate(plans)]
         for writer in writers:
             stack.callback(writer.abort)
 
-        def write(item: Placed) -> int:
-            whole = load_whole(source, item, model.dtype)
-            pieces = [split_tensor(whole, item.rule.split, shape, model.tp, tp_rank) for tp_rank in range(model.tp)]
-            for writer, piece in zip(writers[item.pp_rank * model.tp :], pieces, strict=False):
-                writer.write(item.name, piece)
-            return sum(piece.nbytes for piece in pieces)
+        def write(item: Placed) -> tuple[int, int]:
+            pieces, count = load(item)
+            for writer, tensors in zip(writers[item.pp_rank * tp :], pieces, strict=False):
+                for name, piece in tensors.items():
+                    writer.write(name, piece)
+            return sum(piece.nbytes for tensors in pieces for piece in tensors.values()), count
 
-        for nbytes in run_each(write, placed):
+        for nbytes, count in run_each(write, placed):
             progress.update(nbytes)
-        for writer in writers:
-            writer.close()
+            counted += count
+        for _ in run_each(TensorWriter.close, writers):
+            pass
+    return counted
 
 
 def make_tllm_config(family: Family, shape: ModelShape, model: ModelConfig) -> dict[str, Any]:
@@ -174,7 +259,7 @@ def expected_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
     """Return the unsplit shape of a TensorRT-LLM tensor."""
     if name in ("transformer.vocab_embedding.weight", "lm_head.weight"):
         return (shape.vocab, shape.hidden)
-    part, kind = name.removeprefix("transformer.layers.").split(".", 1)[-1].rsplit(".", 1)
+    part, kind = part_of(name), name.rsplit(".", 1)[-1]
     linear = shape.linears().get(part)
     if linear is None:
         return (shape.head_dim,) if part in ("attention.q_layernorm", "attention.k_layernorm") else (shape.hidden,)
@@ -185,6 +270,23 @@ def joined_shape(source: HFCheckpoint, item: Placed) -> tuple[int, ...]:
     """Return the shape of an item's sources joined along the rows."""
     shapes = [source.entries[name].shape for name in item.sources]
     return (sum(s[0] if s else 0 for s in shapes), *shapes[0][1:])
+
+
+def load_pieces(source: HFCheckpoint, item: Placed, shape: ModelShape, model: ModelConfig, keeper: Keeper | None) -> Pieces:
+    """Return what each tensor parallel rank stores of an item, and the number of its rows in which an integer moved."""
+    split, tp = item.rule.split, model.tp
+    if keeper is None or not is_linear(item, shape):
+        whole = load_whole(source, item, model.dtype)
+        return [{item.name: split_tensor(whole, split, shape, tp, rank)} for rank in range(tp)], 0
+    weights = [entry for entry in map(source.entries.__getitem__, item.sources) if isinstance(entry, PackedWeight)]
+    q, scale = keeper.load(weights, item.rule.swap)
+    pieces, moved = [], 0
+    for rank in range(tp):
+        own = scale if split == "columns" and not keeper.scheme.grouped else split_tensor(scale, split, shape, tp, rank)
+        tensors, rows = keeper.store(item.name, split_tensor(q, split, shape, tp, rank), own)
+        pieces.append({item.name.removesuffix("weight") + suffix: tensor for suffix, tensor in tensors.items()})
+        moved += rows
+    return pieces, moved
 
 
 def load_whole(source: HFCheckpoint, item: Placed, dtype: str) -> torch.Tensor:

@@ -91,6 +91,12 @@ class ModelShape:
         """Tell whether a layer's attention is bound to the window."""
         return self.window is not None and not (self.full_every and (layer + 1) % self.full_every == 0)
 
+    def windows(self, positions: int) -> list[int] | None:
+        """Return how many of `positions` each layer's attention sees; None where all see all."""
+        if self.window is None:
+            return None
+        return [min(self.window, positions) if self.windowed(layer) else positions for layer in range(self.layers)]
+
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return (out_features, in_features) of a layer's linear parts, by their TensorRT-LLM name."""
         gate = {} if self.fused_mlp else {"mlp.gate": (self.intermediate, self.hidden)}

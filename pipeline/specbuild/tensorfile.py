@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from specbuild.errors import CheckpointError
 
@@ -30,6 +30,20 @@ _BLOCK = 1 << 19  # elements worked on at once: few enough to stay in a core's c
 _WRITE = 1 << 19  # bytes written at once: larger writes take larger pages, which are the last that a virtual machine's host backs
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class LoadableTensor(Protocol):
+    """A tensor that can be loaded: one of a file, or one that is made of several when it is asked for."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...  # safetensors' name
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def load(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -75,13 +89,26 @@ class TensorEntry(TensorSpec):
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a safetensors dtype name."""
-    import torch
-
-    names = {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
-             "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
+    names = _dtypes()
     if name not in names:
         raise CheckpointError(f"Cannot read tensors of dtype {name}: expected one of {', '.join(names)}.")
     return names[name]
+
+
+def dtype_name(dtype: torch.dtype, what: str) -> str:
+    """Return the safetensors name of a torch dtype."""
+    names = _dtypes()
+    for name, known in names.items():
+        if known == dtype:
+            return name
+    raise CheckpointError(f"Cannot read {what}: it is {dtype}, expected one of {', '.join(names)}.")
+
+
+def _dtypes() -> dict[str, torch.dtype]:
+    import torch
+
+    return {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
+            "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
@@ -131,21 +158,27 @@ def run_each(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[
         torch.set_num_threads(threads)
 
 
+def check_no_pointer(path: Path) -> None:
+    """Raise CheckpointError for a file that only stands for one in Git LFS."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_MAGIC)) == _LFS_MAGIC:
+            raise CheckpointError(
+                f"Cannot read weights in {path}: it is a Git LFS pointer of {path.stat().st_size} bytes, not the file. "
+                "Run `git lfs pull` there."
+            )
+
+
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Read what a safetensors file holds, without its data; raise CheckpointError when it is damaged or only a pointer."""
+    check_no_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(len(_LFS_MAGIC))
-        if head == _LFS_MAGIC:
-            raise CheckpointError(
-                f"Cannot read weights in {path}: it is a Git LFS pointer of {size} bytes, not the file. Run `git lfs pull` there."
-            )
-        length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else -1
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 0 <= length <= min(size - 8, _MAX_HEADER):
             raise CheckpointError(
                 f"Cannot read weights in {path}: its {size} bytes hold no whole safetensors header. Fetch the file again."
             )
-        file.seek(8)
         raw = file.read(length)
     try:
         items = {name: item for name, item in json.loads(raw).items() if name != "__metadata__"}

@@ -81,6 +81,8 @@ class TllmConfig(_Section):
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    # Upstream also reads runtime_defaults.max_attention_window, but cannot copy what it makes of it: trtllm-build would fail. A window
+    # reaches its runtime as max_attention_window_size, a parameter of the Triton model.
     sliding_window: PositiveInt | None = None
     sliding_window_pattern: PositiveInt | None = None
     underscored_pattern: PositiveInt | None = Field(default=None, alias="_sliding_window_pattern")  # its name in later versions

@@ -1,8 +1,9 @@
-"""A decoder's forward pass in PyTorch from a TensorRT-LLM checkpoint (rank 0 of one, full precision), by the rules of TensorRT-LLM.
+"""A decoder's forward pass in PyTorch from a TensorRT-LLM checkpoint (one rank; full precision or SmoothQuant), by TensorRT-LLM's rules.
 
 It knows nothing of specbuild: names, layouts and keys are those of TensorRT-LLM 1.0's loader and models.
   mlp: activation(fc(x)) * gate(x); "swiglu" has no gate, and fc's rows are the up half and then the gate half
   norms: RMS norm times the weight as stored (Gemma's is stored plus one)
+  W8A8_SQ_PER_CHANNEL: x * prequant rounds half to even to integers of one step per layer, -128..127; integers multiply integers
   attention: scores over the root of query_pre_attn_scalar (else of the head size), soft cap, then mask
 """
 
@@ -15,8 +16,8 @@ from safetensors.torch import load_file
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
 
 
-def logits(directory, tokens):
-    """Return float32 logits (tokens, vocab) of a checkpoint directory."""
+def logits(directory, tokens, seen=None):
+    """Return float32 logits (tokens, vocab) of a checkpoint directory; `seen` gets the input of every linear layer, by its name."""
     config = json.loads((directory / "config.json").read_text())
     assert config["mapping"]["world_size"] == 1
     weights = {name: tensor.float() for name, tensor in load_file(directory / "rank0.safetensors").items()}
@@ -27,6 +28,7 @@ def logits(directory, tokens):
     for i in range(config["num_hidden_layers"]):
         prefix = f"transformer.layers.{i}."
         layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        layer["seen"] = lambda name, x, prefix=prefix: None if seen is None else seen.__setitem__(prefix + name, x)
         x = decoder_layer(config, layer, i, x)
     out = rms_norm(config, x, weights["transformer.ln_f.weight"]) @ weights.get("lm_head.weight", embedding).T
     return soft_cap(out, config.get("final_logit_softcapping"))
@@ -47,7 +49,14 @@ def rms_norm(config, x, weight):
 
 
 def linear(layer, name, x):
-    return torch.nn.functional.linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias"))
+    layer["seen"](name, x)
+    step, bias = layer.get(f"{name}.activation_scaling_factor"), layer.get(f"{name}.bias")
+    if step is None:
+        return torch.nn.functional.linear(x, layer[f"{name}.weight"], bias)
+    rounded = (x * layer[f"{name}.prequant_scaling_factor"] / step).round().clamp(-128, 127)
+    total = rounded.double() @ layer[f"{name}.weight"].double().T  # exact
+    out = total.float() * (step * layer[f"{name}.weights_scaling_factor"])
+    return out if bias is None else out + bias
 
 
 def soft_cap(x, cap):
@@ -114,6 +123,8 @@ def rotary(config, size, length, window):
         return plain / scaling["factor"], 1.0
     if kind == "llama3":
         return torch.tensor([llama3(float(frequency), scaling) for frequency in plain]).double(), 1.0
+    if kind == "yarn":
+        return yarn(plain, size, scaling, config)
     assert kind is None
     return plain, 1.0
 
@@ -127,3 +138,18 @@ def llama3(frequency, scaling):
         return frequency / scaling["factor"]
     smooth = (original / wavelength - low) / (high - low)
     return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+
+
+def yarn(plain, size, scaling, config):
+    """The pairs' share of slowing down rises from none to all between two indices; see the appendix of the paper."""
+    original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+    bounds = [size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config["rotary_base"]))
+              for turns in (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1))]  # fmt: skip
+    if scaling.get("truncate", True):
+        bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+    low, high = max(bounds[0], 0), min(bounds[1], size - 1)
+    frequencies = []
+    for i, frequency in enumerate(plain.tolist()):
+        share = min(max((i - low) / (high - low), 0), 1)
+        frequencies.append(frequency * (1 - share) + frequency / scaling["factor"] * share)
+    return torch.tensor(frequencies).double(), scaling.get("attention_factor", 0.1 * math.log(scaling["factor"]) + 1)

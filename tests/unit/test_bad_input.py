@@ -147,7 +147,7 @@ DAMAGES = {
     "rope scaling": (edit_config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), ["'longrope'", "expected default, linear"]),
     "adapter": (make_adapter, ["an adapter", "Merge it"]),
     "DoRA adapter": (lambda d: make_adapter(d, '{"use_dora": true}'), ["a DoRA adapter", "Merge it"]),
-    "only a .bin": (make_bin_only, ["found pytorch_model.bin", "expected model.safetensors", "safetensors."]),
+    "a .bin that holds no tensors": (make_bin_only, ["Cannot read weights in", "pytorch_model.bin", "Fetch it again"]),
     "empty directory": (empty, ["config.json is missing"]),
 }  # fmt: skip
 
@@ -175,7 +175,7 @@ SETTINGS = {
     "rule": ({"speculation": {"acceptance": "typical"}}, ["'typical'", "exact, rejection"]),
     "drafter": ({"speculation": {"drafter": "medusa"}}, ["'medusa'", "model"]),
     "unknown key": ({"targets": {}}, ["unknown key targets", "Did you mean 'target'?"]),
-    "calibration": ({"target": {"quantize": {"calibration": "c4"}}}, ["target.quantize.calibration is 'c4'", "Expected null"]),
+    "calibration": ({"target": {"quantize": {"calibration": "c4"}}}, ["target.quantize.calibration is 'c4'", "Expected a mapping with data, samples and max_length, or null"]),
     "no such directory": ({"target": {"model": "./nowhere"}}, ["./nowhere", "is not a directory", "relative to"]),
     "revision of a directory": ({"target": {"revision": "main"}}, ["revision 'main'", "local directory"]),
     "max_seq_len": ({"build": {"max_seq_len": 4096}}, ["4096", "512 positions"]),

@@ -6,16 +6,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import rounding_oracle
+import tllm_forward
+import torch
+from onnx import TensorProto, helper
+from onnx import save_model as save_onnx
+from safetensors.torch import save_file
 
+from specbuild.artifacts import TllmCheckpoint
 from specbuild.build import run_build
-from specbuild.compilers import find_compiler
+from specbuild.compilers import find_compiler, onnx_cpu
+from specbuild.compilers.compiler import Limits
+from specbuild.compilers.onnx_graph import OPSET, GraphBuilder
 from specbuild.compilers.ort_runner import OrtRunner
-from specbuild.config import load_config
+from specbuild.config import QuantizeConfig, load_config
 from specbuild.convert import run_convert
 from specbuild.errors import ConfigError, EngineError
-from specbuild.quantize import run_quantize
+from specbuild.quant import LinearScales, find_scheme
+from specbuild.quantize import run_quantize, write_quantized
+from specbuild.shape import ModelShape
+from specbuild.tensorfile import read_header
 
 GROUP = 32
 VOCAB = 101
@@ -61,7 +73,11 @@ def make_engine(make_model, write_pair_yaml, tmp_path_factory):
         key = (scheme, kind, kernels, dtype, group_size, json.dumps(changes, sort_keys=True))
         if key not in made:
             model = make_model(kind, **changes)
-            settings = {"model": str(model), "dtype": dtype, "quantize": {"scheme": scheme, "group_size": group_size}}
+            settings = {
+                "model": str(model),
+                "dtype": dtype,
+                "quantize": {"scheme": scheme, "group_size": group_size, "quality": {"samples": 0}},
+            }
             config = load_config(
                 write_pair_yaml(tmp_path_factory.mktemp("engine"), target=settings, build={"kernels": kernels, "max_seq_len": 500})
             )
@@ -263,6 +279,118 @@ def test_fast_engines_say_so_in_their_config(make_engine):
     for kernels, block in (("fast", 128), ("width-independent", 32)):
         config = json.loads((make_engine("int8_wo", kernels=kernels).engine / "config.json").read_text())
         assert (config["specbuild"]["kernels"], config["specbuild"]["block_size"]) == (kernels, block)
+
+
+# --- integer activations
+
+
+@pytest.fixture(scope="module")
+def make_smoothquant(make_engine, tmp_path_factory):
+    """Return make(kind, tokens, **config): (engine, checkpoint) of int8_sq, its activation steps from these tokens."""
+    made = {}
+
+    def make(kind, tokens, **changes):
+        key = json.dumps([kind, tokens, changes], sort_keys=True)
+        if key not in made:
+            plain = TllmCheckpoint.open(make_engine("full_prec", kind, **changes).engine.parent / "checkpoint")
+            quantized, engine = (tmp_path_factory.mktemp(name) for name in ("quantized", "engine"))
+            scheme, settings = find_scheme("int8_sq"), QuantizeConfig(scheme="int8_sq")
+            write_quantized(plain, scheme, settings, quantized, "test", find_scales(plain.directory, tokens))
+            checkpoint = TllmCheckpoint.open(quantized)
+            onnx_cpu.check(checkpoint.shape, scheme, 128, 1, 1)
+            onnx_cpu.build(checkpoint, Limits(4, 500, 0, "width-independent"), engine, "test")
+            made[key] = engine, quantized
+        return made[key]
+
+    return make
+
+
+def find_scales(checkpoint, tokens):
+    """Return prequant scales of many sizes and the steps that fit; an eighth of the values saturates."""
+    seen, scales = {}, {}
+    tllm_forward.logits(checkpoint, tokens, seen)
+    for name, x in seen.items():
+        generator = torch.Generator().manual_seed(x.shape[1])  # the same for fc and gate, which share their input
+        prequant = torch.exp(torch.rand(x.shape[1], generator=generator) - 0.5)
+        scales[name] = LinearScales(prequant, (x * prequant).abs().quantile(0.875).reshape(1) / 127)
+    return scales
+
+
+@pytest.mark.parametrize(("kind", "changes"), [VARIANTS[name] for name in ("GQA", "MHA", "biases", "window")], ids=str)
+def test_integer_activations_are_rounded_and_multiplied_by_the_rule(make_smoothquant, kind, changes):
+    tokens = random_tokens(12)
+    engine, checkpoint = make_smoothquant(kind, tokens, **changes)
+    found, expected = OrtRunner(engine).logits(tokens, 12), tllm_forward.logits(checkpoint, tokens).numpy()
+    assert expected.std() > 0.5
+    assert error(found, expected) < ROUNDED_TOLERANCE  # a value beside a half may fall on its other side
+    assert min(error(found[i], expected[i]) for i in range(12)) < EXACT
+    assert min(np.abs(found[i] - expected[i]).max() for i in range(12)) < 1e-4
+
+
+@pytest.mark.parametrize("changes", [VARIANTS[name][1] for name in ("GQA", "MHA", "biases")], ids=str)
+def test_integer_activations_give_the_same_bits_in_every_pass_and_batch(make_smoothquant, changes):
+    tokens = random_tokens(140)
+    engine, _ = make_smoothquant("llama", tokens[:12], **changes)
+    expected = OrtRunner(engine, max_slots=1).logits(tokens, 140)
+    for widths in ([1] * 140, [5] * 28, [3, 1, 64, 9, 1, 1, 50, 2, 9], [127, 1, 1, 11]):
+        runner, end = OrtRunner(engine, max_slots=1), 0
+        for width in widths:
+            end += width
+            assert np.array_equal(runner.logits(tokens[:end], width), expected[end - width : end]), widths
+    requests = [(tokens[:length], n) for length, n in ((7, 2), (1, 1), (30, 5), (140, 3))]
+    for found, (sequence, n) in zip(OrtRunner(engine, max_slots=4).logits_batch(requests), requests, strict=True):
+        assert np.array_equal(found, expected[len(sequence) - n : len(sequence)])
+
+
+EXTREMES = {
+    "highest": (127, 127), "lowest": (-128, -128), "opposed": (127, -128), "opposed the other way": (-128, 127), "any": (None, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(96, 64), (33, 100), (64, 1024)])
+@pytest.mark.parametrize(("activation", "weight"), EXTREMES.values(), ids=EXTREMES)
+def test_the_sums_over_integers_are_exact(tmp_path, rows, columns, activation, weight):
+    """Kernels that add two products in 16 bits saturate here, on processors without VNNI."""
+    rng = np.random.default_rng(5)
+    q = rng.integers(-128, 128, (rows, columns)) if weight is None else np.full((rows, columns), weight)
+    levels = rng.integers(-128, 128, (9, columns)) if activation is None else np.full((9, columns), activation)
+    step, scale = np.float32(0.25), rng.uniform(0.001, 0.1, rows).astype(np.float32)
+    run = open_linear(tmp_path, q.astype(np.int8), step, scale)
+    expected = (levels @ q.T).astype(np.float32) * (step * scale)
+    for count in (9, 5, 2, 1):
+        assert np.array_equal(run(levels[:count].astype(np.float32) * step), expected[:count])
+
+
+def test_activations_round_half_to_even_and_saturate(tmp_path):
+    step = np.float32(0.25)
+    run = open_linear(tmp_path, np.eye(8, dtype=np.int8), step, np.ones(8, np.float32))
+    found = run(np.array([[0.5, 1.5, -0.5, -2.5, 127.49, 127.5, -128.5, 1e9]], np.float32) * step)
+    assert np.array_equal(found / step, [[0, 2, 0, -2, 127, 127, -128, 127]])
+
+
+def open_linear(directory, q, step, scale):
+    """Return run(x): one int8_sq layer of the graph."""
+    tensors = {"weight": q, "weights_scaling_factor": scale, "activation_scaling_factor": step.reshape(1),
+               "prequant_scaling_factor": np.ones(q.shape[1], np.float32)}  # fmt: skip
+    save_file({f"p.{name}": torch.from_numpy(value) for name, value in tensors.items()}, directory / "tensors.safetensors")
+    shape = ModelShape(architecture="LlamaForCausalLM", layers=1, hidden=64, intermediate=64, heads=1, kv_heads=1, head_dim=64, vocab=2,
+                       max_positions=8, rope_theta=1e4, norm_eps=1e-5)  # fmt: skip
+    entries = read_header(directory / "tensors.safetensors")
+    with GraphBuilder(directory, shape, entries, find_scheme("int8_sq"), 32, Limits(1, 8, 0, "fast")) as builder:
+        out = builder.linear("p", "x")
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", out)]
+    graph = helper.make_graph(builder.nodes, "linear", values[:1], values[1:], initializer=list(builder.weights.values()))
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
+    save_onnx(helper.make_model(graph, opset_imports=opsets, ir_version=11), directory / "linear.onnx")
+    session = onnxruntime.InferenceSession(directory / "linear.onnx", providers=["CPUExecutionProvider"])
+    return lambda x: session.run(None, {"x": x})[0]
+
+
+def test_a_head_size_that_gpus_have_no_kernels_for_runs_here(make_engine):
+    built = make_engine("full_prec", hidden_size=40, intermediate_size=96)
+    assert built.open().shape.head_dim == 10
+    tokens = random_tokens(20)
+    assert error(built.open().logits(tokens, 20), oracle_logits(built, tokens)) < TOLERANCE["full_prec"]
 
 
 # --- the cache

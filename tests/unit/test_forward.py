@@ -1,5 +1,6 @@
 """Every family: a forward pass over our checkpoint, by TensorRT-LLM's rules, and the CPU engine give transformers' logits."""
 
+import copy
 import json
 
 import numpy as np
@@ -13,15 +14,18 @@ from specbuild.build import run_build
 from specbuild.compilers.ort_runner import OrtRunner
 from specbuild.config import load_config
 from specbuild.convert import run_convert
+from specbuild.decoder import Decoder
 from specbuild.errors import CheckpointError, EngineError
 from specbuild.families import FAMILIES
 from specbuild.quantize import run_quantize
-from specbuild.tllm_config import shape_from_tllm
+from specbuild.rotary import make_rotary
+from specbuild.shape import ModelShape, RopeScaling
 
 VOCAB, LENGTH = 101, 100  # tokens of a prompt: past every original context and every window below
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 SMALL = {"head_dim": 16, "pad_token_id": None}
 WINDOWED = {**SMALL, "num_hidden_layers": 3, "sliding_window": 8, "query_pre_attn_scalar": 24}
 PHI3 = {"pad_token_id": None, "partial_rotary_factor": 0.75, "sliding_window": 8}
@@ -37,6 +41,13 @@ CASES = {
     "llama3 rope": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500.0}),
     "linear rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "linear rope, old spelling": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "yarn rope": ("llama", {"rope_scaling": YARN, "rope_theta": 500.0}),
+    "yarn rope with all its settings": (
+        "llama",
+        {"rope_theta": 500.0, "rope_scaling": {**YARN, "beta_fast": 12, "beta_slow": 2, "attention_factor": 0.8, "truncate": False}},
+    ),
+    "qwen2 with yarn rope": ("qwen2", {"rope_scaling": YARN, "rope_theta": 500.0}),
+    "qwen3 with yarn rope": ("qwen3", {"head_dim": 24, "rope_scaling": {**YARN, "type": "yarn"}, "rope_theta": 500.0}),
     "mistral": ("mistral", {"sliding_window": 8}),
     "mistral without window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
@@ -58,14 +69,31 @@ CASES = {
 }
 HEADS = {"GQA": {"num_key_value_heads": 2}, "MHA": {"num_key_value_heads": 4}}
 TIES = {"untied": {"tie_word_embeddings": False}, "tied": {"tie_word_embeddings": True}}
-ON_CPU = [name for name in CASES if "longrope" not in name]
+# Of each architecture: a case above, and its switches for biases; other families have theirs always (Qwen 2) or never.
+SWEEP = {
+    "LlamaForCausalLM": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "MistralForCausalLM": ("mistral", None),
+    "Qwen2ForCausalLM": ("qwen2", None),
+    "Qwen3ForCausalLM": ("qwen3", None),
+    "GemmaForCausalLM": ("gemma", {"attention_bias": True}),
+    "Gemma2ForCausalLM": ("gemma2", {"attention_bias": True}),
+    "Gemma3ForCausalLM": ("gemma3", {"attention_bias": True}),
+    "Phi3ForCausalLM": ("phi3", None),
+}
 
 
-def all_cases(names):
-    names = list(names)
-    ids = [f"{name}, {heads}, {tied}" for name in names for heads in HEADS for tied in TIES]
-    values = [(CASES[name][0], {**CASES[name][1], **HEADS[h], **TIES[t]}) for name in names for h in HEADS for t in TIES]
-    return pytest.mark.parametrize(("kind", "changes"), values, ids=ids)
+def sweep():
+    """Parametrize kind and changes: every family, tied and untied, with as many and with fewer key-value heads, with and without biases."""
+    cases = {}
+    for architecture in FAMILIES:
+        name, switches = SWEEP[architecture]
+        kind, changes = CASES[name]
+        for bias in ({}, switches) if switches else ({},):
+            for heads in HEADS:
+                for tied in TIES:
+                    label = f"{name}, {heads}, {tied}{', biases' if bias else ''}"
+                    cases[label] = kind, {**changes, **bias, **HEADS[heads], **TIES[tied]}
+    return pytest.mark.parametrize(("kind", "changes"), cases.values(), ids=cases)
 
 
 def random_tokens(count, seed=0):
@@ -96,6 +124,7 @@ def make_config(make_model, write_pair_yaml, tmp_path_factory):
         key = json.dumps([kind, changes, target], sort_keys=True)
         if key not in made:
             values = {"dtype": "float32", "quantize": {"scheme": "full_prec"}, **target, "model": str(make_model(kind, **changes))}
+            values["quantize"] = {**values["quantize"], "quality": {"samples": 0}}  # measured elsewhere
             config = load_config(write_pair_yaml(tmp_path_factory.mktemp("forward"), target=values, build={"max_seq_len": 400}))
             run_convert(config, "target")
             made[key] = config
@@ -117,23 +146,45 @@ def make_engine(make_config):
     return make
 
 
-@all_cases(CASES)
-def test_a_forward_pass_over_the_checkpoint_gives_the_logits_of_transformers(make_config, hf_logits, kind, changes):
-    checkpoint = make_config(kind, changes).dir_of("target", "checkpoint")
+@sweep()
+def test_every_family_gives_the_logits_of_transformers(make_engine, make_config, hf_logits, kind, changes):
+    check_parity(make_engine, make_config, hf_logits, kind, changes)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {case for case, _ in SWEEP.values()}])
+def test_every_variant_gives_the_logits_of_transformers(make_engine, make_config, hf_logits, name):
+    kind, changes = CASES[name]
+    check_parity(make_engine, make_config, hf_logits, kind, {**changes, **HEADS["GQA"]}, on_cpu="longrope" not in name)
+
+
+def check_parity(make_engine, make_config, hf_logits, kind, changes, on_cpu=True):
+    """Compare with transformers: a forward pass over the checkpoint by TensorRT-LLM's rules, and the CPU engine."""
+    checkpoint = make_config(kind, changes, quantize={"scheme": "full_prec", "group_size": 32}).dir_of("target", "checkpoint")
     tokens = random_tokens(LENGTH)
     expected = hf_logits(kind, changes, tokens)
     assert expected.std() > 0.5  # flat logits would prove nothing
-    family = FAMILIES[json.loads((checkpoint / "config.json").read_text())["architecture"]]
-    torch.testing.assert_close(tllm_forward.logits(checkpoint, tokens), expected, atol=family.atol, rtol=0)
+    atol = FAMILIES[json.loads((checkpoint / "config.json").read_text())["architecture"]].atol
+    torch.testing.assert_close(tllm_forward.logits(checkpoint, tokens), expected, atol=atol, rtol=0)
+    if on_cpu:
+        found = OrtRunner(make_engine(kind, changes)).logits(tokens, LENGTH)
+        torch.testing.assert_close(torch.from_numpy(found), expected, atol=atol, rtol=0)
 
 
-@all_cases(ON_CPU)
-def test_the_cpu_engine_gives_the_logits_of_transformers(make_engine, hf_logits, kind, changes):
-    engine = make_engine(kind, changes)
-    tokens = random_tokens(LENGTH)
-    found = torch.from_numpy(OrtRunner(engine).logits(tokens, LENGTH))
-    shape = shape_from_tllm(json.loads((engine / "config.json").read_text())["pretrained_config"])
-    torch.testing.assert_close(found, hf_logits(kind, changes, tokens), atol=FAMILIES[shape.architecture].atol, rtol=0)
+@pytest.mark.parametrize(("kind", "changes"), CASES.values(), ids=CASES)
+def test_the_decoder_that_calibrates_gives_the_logits_of_transformers(make_config, hf_logits, kind, changes):
+    """Sequences of any lengths side by side; those past an original context use the rotary positions of their own length."""
+    checkpoint = TllmCheckpoint.open(make_config(kind, changes).dir_of("target", "checkpoint"))
+    sequences = [random_tokens(length, seed=length) for length in (LENGTH, 1, 30)]
+    for ranks in ({}, {"tp": 2, "pp": 3 if checkpoint.shape.layers == 3 else 2}):
+        split = make_config(kind, changes, **ranks) if ranks else None
+        decoder = Decoder(checkpoint if split is None else TllmCheckpoint.open(split.dir_of("target", "checkpoint")))
+        with torch.no_grad():
+            chunks = decoder.embed(sequences)
+            for index in range(checkpoint.shape.layers):
+                chunks = [decoder.layer(index)(chunk) for chunk in chunks]
+            found = decoder.logits(torch.cat([chunk.hidden for chunk in chunks]))
+        expected = torch.cat([hf_logits(kind, changes, sequence) for sequence in sequences])
+        torch.testing.assert_close(found, expected, atol=FAMILIES[checkpoint.shape.architecture].atol, rtol=0)
 
 
 BIT_CASES = ("qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "phi3, a part rotates, window", "llama3 rope")
@@ -162,6 +213,7 @@ def test_any_split_of_a_sequence_into_passes_gives_the_same_bits(make_engine, na
     [
         ("llama3 rope", "rotary_scaling", None),
         ("linear rope", "rotary_scaling", None),
+        ("yarn rope", "rotary_scaling", None),
         ("mistral", "sliding_window", None),
         ("qwen3", "qk_layernorm", False),
         ("gemma", "hidden_act", "silu"),
@@ -192,30 +244,73 @@ def test_the_comparison_sees_each_key_of_the_config(make_config, tmp_path, name,
     assert difference > 100 * FAMILIES[config["architecture"]].atol
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"type": "dynamic", "factor": 4.0}])
-def test_rotary_positions_that_change_with_the_length_are_refused_by_the_cpu_compiler_by_name(make_engine, rope):
-    kind = rope.get("rope_type") or rope["type"]
-    with pytest.raises(EngineError, match=f"Cannot build LlamaForCausalLM with onnx-cpu: rotary scaling is '{kind}'"):
-        make_engine("llama", {"rope_scaling": rope})
+def test_rotary_positions_that_change_with_the_length_are_refused_by_the_cpu_compiler_by_name(make_engine):
+    with pytest.raises(EngineError, match="Cannot build LlamaForCausalLM with onnx-cpu: rotary scaling is 'dynamic', whose frequencies"):
+        make_engine("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}})
     with pytest.raises(EngineError, match="Cannot build Phi3ForCausalLM with onnx-cpu: rotary scaling is 'longrope'"):
         make_engine(*CASES["phi3 with longrope"])
+
+
+VARIANTS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {key: value for key, value in LLAMA3.items() if key != "rope_type"},
+    "yarn": {"factor": 8.0},
+    "yarn, original context": {"factor": 8.0, "original_max_position_embeddings": 64},
+    "yarn, other bounds": {"factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 12, "beta_slow": 2, "truncate": False},
+    "yarn, two weights": {"factor": 8.0, "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn, factor given": {"factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 0.8},
+    "longrope": {**LONGROPE["rope_scaling"], "original_max_position_embeddings": 64},
+    "longrope, factor given": {**LONGROPE["rope_scaling"], "original_max_position_embeddings": 64, "attention_factor": 0.8},
+    "longrope, not stretched": {**LONGROPE["rope_scaling"], "original_max_position_embeddings": 512},
+    "dynamic": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("length", [0, 64, 65, 512, 513, 2000])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rotary_frequencies_and_factor_are_those_of_transformers_at_any_length(name, length):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    kind, values = name.split(",")[0], {key: value for key, value in VARIANTS[name].items() if key != "type"}
+    original = values.get("original_max_position_embeddings") if kind == "longrope" else None
+    rope = {"rope_type": kind, "rope_theta": 500.0, **copy.deepcopy(values)}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope)
+    make = ROPE_INIT_FUNCTIONS.get(kind) or (lambda config, device, seq_len: LlamaRotaryEmbedding.compute_default_rope_parameters(config))
+    expected, factor = make(config, torch.device("cpu"), seq_len=length or None)
+    shape = ModelShape(
+        architecture="LlamaForCausalLM", layers=1, hidden=64, intermediate=128, heads=4, kv_heads=4, head_dim=16, vocab=VOCAB,
+        max_positions=512, rope_theta=500.0, norm_eps=1e-5, original_positions=original,
+        rope_scaling=None if kind == "default" else RopeScaling.make({"rope_type": kind, **values}),
+    )  # fmt: skip
+    found, found_factor = make_rotary(shape, length=length)
+    np.testing.assert_allclose(found, expected.double().numpy(), rtol=1e-6)
+    assert found_factor == pytest.approx(factor, rel=1e-12)
 
 
 # --- ranks
 
 
-@all_cases(name for name in CASES if name in ("llama with biases", "qwen2", "qwen3", "gemma2 with biases", "gemma3", "phi3"))
-def test_two_tensor_parallel_ranks_joined_give_back_the_whole(make_config, kind, changes):
+RANKED = ("llama with biases", "qwen2", "qwen3", "gemma2 with biases", "gemma3", "phi3")
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tied", TIES)
+@pytest.mark.parametrize("name", RANKED)
+def test_two_tensor_parallel_ranks_joined_give_back_the_whole(make_config, name, tied, heads):
+    kind, changes = CASES[name][0], {**CASES[name][1], **HEADS[heads], **TIES[tied]}
     whole = load_file(make_config(kind, changes).dir_of("target", "checkpoint") / "rank0.safetensors")
     split = make_config(kind, changes, tp=2).dir_of("target", "checkpoint")
     ranks = [load_file(split / f"rank{rank}.safetensors") for rank in (0, 1)]
     config = json.loads((split / "config.json").read_text())
     assert config["use_parallel_embedding"] == kind.startswith("gemma")
     assert ranks[0].keys() == ranks[1].keys() == whole.keys()
-    for name, tensor in whole.items():
-        joined = join_ranks(name, [rank[name] for rank in ranks], config)
-        assert torch.equal(joined[: len(tensor)], tensor), name
-        assert not joined[len(tensor) :].any(), name  # rows that pad the vocabulary
+    for key, tensor in whole.items():
+        joined = join_ranks(key, [rank[key] for rank in ranks], config)
+        assert torch.equal(joined[: len(tensor)], tensor), key
+        assert not joined[len(tensor) :].any(), key  # rows that pad the vocabulary
 
 
 def join_ranks(name, parts, config):

@@ -12,18 +12,21 @@ import specbuild
 PACKAGE = Path(specbuild.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = ["errors", "base", "parts", "stages", "cli"]  # a layer imports only itself and those before it
-PARTS = {"families", "quant", "compilers", "triton", "spec"}
-BASE = {"artifacts", "config", "shape", "tensorfile", "tllm_config", "ranks", "rotary", "provenance", "progress", "__init__"}
+PARTS = {"families", "hf_formats", "quant", "compilers", "triton", "spec"}
+BASE = {"artifacts", "config", "shape", "picklefile", "tensorfile", "tllm_config", "ranks", "rotary", "provenance", "progress", "__init__"}
 MAY_USE_SPEC = {"compilers", "triton"}
 OWNERS = {
-    "torch": {"tensorfile", "ranks", "convert", "quantize", "quant", "compilers"},
+    "torch": {"tensorfile", "picklefile", "ranks", "hf_formats", "packed", "convert", "quantize", "quant", "compilers",
+              "decoder", "calibration", "quality", "acceptance"},
+    "modelopt": {"quant"},
+    "matplotlib": {"quality"},
     "transformers": {"compilers"},
     "onnx": {"compilers"},
     "onnxruntime": {"compilers"},
     "tritonclient": {"triton"},
     "pytriton": {"triton"},
     "huggingface_hub": {"artifacts"},
-}
+}  # fmt: skip
 
 
 def room(module: str) -> str:
@@ -36,7 +39,7 @@ def layer(name: str) -> str:
         return "errors"
     if name in BASE:
         return "base"
-    if name in PARTS or name in {"text", "tokenizer"}:
+    if name in PARTS or name in {"text", "tokenizer", "decoder"}:
         return "parts"
     return "cli" if name == "cli" else "stages"
 

@@ -38,6 +38,20 @@ def merged(*changes):
 
 
 @pytest.fixture(scope="module")
+def write_pair_yaml(write_pair_yaml, make_model):
+    """Write the tiny pair's YAML, its heads of a size that the attention kernels have."""
+    models = {
+        "target": make_model("llama", num_hidden_layers=3, head_dim=32),
+        "draft": make_model("llama", seed=1, num_hidden_layers=1, head_dim=32),
+    }
+
+    def write(directory, **sections):
+        return write_pair_yaml(directory, **merged({role: {"model": str(model)} for role, model in models.items()}, sections))
+
+    return write
+
+
+@pytest.fixture(scope="module")
 def quantized(tmp_path_factory, write_pair_yaml):
     """The directory of a pair whose checkpoints are quantized, its target for two ranks. Do not write into it."""
     directory = tmp_path_factory.mktemp("tensorrt")
@@ -254,25 +268,21 @@ def test_a_pair_that_could_not_work_is_refused_by_check(tmp_path, write_pair_yam
 MODELS = {  # the model of a role, its section, parts of the message
     "draft context": ("draft", {"max_position_embeddings": 128}, INT8, {}, ["the draft has 128 positions", "max_seq_len 128 or less"]),
     "vocabulary": ("draft", {"vocab_size": 128}, INT8, {}, ["vocab_size is 101 and 128", "target's vocab_size", "onnx-cpu"]),
-    "head size": (
-        "target",
-        {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12, "hidden_size": 48},
-        {"scheme": "full_prec"},
-        {},
-        ["head size 12 is not a multiple of 8"],
-    ),
+    "head size": ("target", {"hidden_size": 40, "num_attention_heads": 4, "head_dim": None}, {"scheme": "full_prec"}, {},
+                  ["head size 10 has no attention kernels", "one of 32, 48, 64", "onnx-cpu"]),
+    "head size 16": ("draft", {"head_dim": 16}, INT8, {}, ["head size 16 has no attention kernels"]),
     "int8 rows": ("draft", {"intermediate_size": 96}, INT8, {}, ["mlp.fc as int8_wo", "96 output rows", "a multiple of 64", "full_prec"]),
     "int4 rows": ("target", {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 1},
                   {"scheme": "int4_awq", "group_size": 128}, {},
                   ["attention.qkv as int4_awq", "192 output rows", "a multiple of 128", "Use group_size 64, or scheme full_prec"]),
-    "ranks": ("target", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 128}, INT8, {"tp": 2},
+    "ranks": ("target", {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128}, INT8, {"tp": 2},
               ["attention.qkv as int8_wo with tensorrt for tp=2", "192 output rows", "a multiple of 128", "a smaller tp"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("role", "shape", "quantize", "more", "parts"), MODELS.values(), ids=MODELS)
 def test_a_model_that_could_not_work_is_refused_by_check(tmp_path, write_pair_yaml, make_model, role, shape, quantize, more, parts):
-    section = {"model": str(make_model(seed=3, num_hidden_layers=1, **shape)), "quantize": quantize, **more}
+    section = {"model": str(make_model(seed=3, num_hidden_layers=1, **{"head_dim": 32, **shape})), "quantize": quantize, **more}
     text = problem(check_pair, load_config(write_pair_yaml(tmp_path, **merged(TENSORRT, {role: section}))))
     for part in parts:
         assert part in text
@@ -525,3 +535,25 @@ def test_the_fake_turns_paged_context_attention_off_where_upstream_does(words, c
     args = fake_trtllm_build.make_parser("1.0.0").parse_args([*TARGET, *words])
     config = fake_trtllm_build.make_build_config(args, merged(CHECKPOINT, {"quantization": {"kv_cache_quant_algo": cache}}), 90)
     assert config["plugin_config"]["use_paged_context_fmha"] is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "windows"),
+    [
+        ("mistral", {"sliding_window": 8, "head_dim": 32}, [8, 8, 8]),
+        ("gemma2", {"sliding_window": 8, "head_dim": 32, "pad_token_id": None, "query_pre_attn_scalar": 24}, [8, 264, 8]),
+        ("llama", {"head_dim": 32}, None),
+    ],
+    ids=["C-17 every layer", "C-17 every other layer", "no window"],
+)
+def test_the_card_has_the_window_that_the_runtime_must_be_told(tmp_path, write_pair_yaml, make_model, machine, kind, changes, windows):
+    machine()
+    model = str(make_model(kind, num_hidden_layers=3, **changes))
+    config = load_config(
+        write_pair_yaml(tmp_path, target={"model": model, "quantize": {"scheme": "full_prec"}}, build={"compiler": "tensorrt"})
+    )
+    run_convert(config, "target")
+    run_quantize(config, "target")
+    run_build(config, "target")
+    card = json.loads((config.dir_of("target", "engine") / "engine_card.json").read_text())
+    assert card.get("max_attention_window_size") == windows

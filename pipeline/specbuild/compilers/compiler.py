@@ -48,6 +48,7 @@ class Compiler(Protocol):
     """A module of this package that turns a checkpoint into an engine directory."""
 
     PACKAGES: tuple[str, ...]
+    GROUPS: tuple[int, ...]  # group sizes to offer, widest first
     LIMITS: tuple[str, ...]  # the fields of Limits that its engines depend on
 
     def check(self, shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: int) -> None:

@@ -15,11 +15,13 @@ FILE = "engine_card.json"
 _MUST_MATCH = {"tensorrt_llm": "TensorRT-LLM", "tensorrt": "TensorRT", "compute_capability": "GPUs of compute capability"}
 
 
-def write_card(engine_dir: Path, machine: Machine, checkpoint_dir: Path) -> None:
-    """Write the card of an engine."""
-    stages = load_json(checkpoint_dir / "specbuild.json")
-    checkpoint = {"specbuild.json": digest_artifact(checkpoint_dir), **stages["files"]}
-    (engine_dir / FILE).write_text(json.dumps({**machine.to_dict(), "checkpoint_digests": checkpoint}, indent=2) + "\n")
+def write_card(engine_dir: Path, machine: Machine, checkpoint_dir: Path, windows: list[int] | None) -> None:
+    """Write the card of an engine. `windows`: the positions that each layer sees; its runtime asks for them, the engine does not know."""
+    files = load_json(checkpoint_dir / "specbuild.json")["files"]
+    built_from = {name: digest for name, digest in files.items() if name == "config.json" or name.endswith(".safetensors")}
+    checkpoint = {"specbuild.json": digest_artifact(checkpoint_dir), **built_from}
+    window = {} if windows is None else {"max_attention_window_size": windows}
+    (engine_dir / FILE).write_text(json.dumps({**machine.to_dict(), "checkpoint_digests": checkpoint, **window}, indent=2) + "\n")
 
 
 def check_card(engine_dir: Path, machine: Machine) -> None:

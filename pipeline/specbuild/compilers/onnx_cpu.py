@@ -1,8 +1,8 @@
 """onnx-cpu: a TensorRT-LLM checkpoint to an ONNX graph that ONNX Runtime runs on any machine.
 
-Quantized layers become MatMulNBits over the checkpoint's own integers and scales; the rest are standard operators of
-opset 23. Each layer's cache is an input and an output of the graph, (batch, kv_heads, capacity, head_dim), written in place.
-Weights lie beside the graph in weights.bin.
+Quantized layers multiply with the checkpoint's own integers and scales: MatMulNBits, or MatMulIntegerToFloat where the scheme
+rounds activations too. The rest are standard operators of opset 23. Each layer's cache is an input and an output of the graph,
+(batch, kv_heads, capacity, head_dim), written in place. Weights lie beside the graph in weights.bin.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from specbuild.errors import EngineError
 from specbuild.progress import bar
 from specbuild.provenance import find_version
 from specbuild.quant import QuantScheme, scheme_of_algo
+from specbuild.quant.scheme import includes_lm_head
 from specbuild.rotary import KINDS
 from specbuild.shape import ModelShape
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from specbuild.compilers.onnx_graph import GraphBuilder
 
 PACKAGES = ("onnx", "onnxruntime", "torch")
+GROUPS = (128, 64, 32)  # and any other multiple of 32
 LIMITS = ("max_batch_size", "max_seq_len", "max_draft_len", "kernels")
 # Blocks of 32 columns, with at least two rows in every product (see OrtRunner), give bit-equal logits at any width, batch and
 # cache capacity; blocks of 128 read weights faster. scripts/bench_kernels.py measures both.
@@ -38,8 +40,6 @@ def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: 
     """Raise EngineError for what this compiler cannot build."""
     if tp * pp != 1:
         raise EngineError(f"Cannot build with onnx-cpu for {tp * pp} ranks: it runs in one process. Use tp: 1 and pp: 1.")
-    if scheme.activation_bits < 16:
-        raise EngineError(f"Cannot build with onnx-cpu: scheme {scheme.name!r} multiplies integer activations. Use int8_wo or int4_awq.")
     if scheme.grouped and group_size % 32:
         raise EngineError(f"Cannot build with onnx-cpu at group_size {group_size}: expected a multiple of 32. Use 32, 64 or 128.")
     if shape.rotary_dim % 2:
@@ -49,7 +49,7 @@ def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: 
     if shape.rope_scaling is not None and shape.rope_scaling.kind not in KINDS:
         raise EngineError(
             f"Cannot build {shape.architecture} with onnx-cpu: rotary scaling is {shape.rope_scaling.kind!r}, whose frequencies change "
-            f"with the length of the sequence; expected none, {' or '.join(KINDS)}. Use compiler tensorrt, or another model."
+            f"with the length of the sequence; expected none, {', '.join(KINDS)}. Use compiler tensorrt, or another model."
         )
     missing = [name for name in ("onnx", "onnxruntime") if find_version(name) == "absent"]
     if missing:
@@ -83,7 +83,7 @@ def build(checkpoint: TllmCheckpoint, limits: Limits, out: Path, label: str) -> 
     scheme = scheme_of_algo(quantization["quant_algo"])
     block = math.gcd(BLOCK[limits.kernels], quantization["group_size"]) if scheme.grouped else BLOCK[limits.kernels]
     with GraphBuilder(out, shape, checkpoint.entries(), scheme, block, limits) as builder:
-        _add_decoder(builder, shape, label)
+        _add_decoder(builder, shape, includes_lm_head(quantization), label)
         builder.save()
     (out / "config.json").write_text(json.dumps(engine_config(checkpoint, limits, block), indent=2) + "\n")
 
@@ -109,7 +109,7 @@ def engine_config(checkpoint: TllmCheckpoint, limits: Limits, block: int) -> dic
     return {"version": __version__, "pretrained_config": dict(checkpoint.config), "build_config": build_config, "specbuild": own}
 
 
-def _add_decoder(builder: GraphBuilder, shape: ModelShape, label: str) -> None:
+def _add_decoder(builder: GraphBuilder, shape: ModelShape, lm_head: bool, label: str) -> None:
     """Embedding, layers, final norm, and lm_head on the rows asked for."""
     hidden = builder.embed()
     residual: str | None = None
@@ -118,7 +118,7 @@ def _add_decoder(builder: GraphBuilder, shape: ModelShape, label: str) -> None:
             hidden, residual = _add_layer(builder, layer, hidden, residual)
             progress.update(1)
     normed, _ = builder.norm("transformer.ln_f", hidden, residual)
-    builder.head(normed)
+    builder.head(normed, lm_head)
 
 
 def _add_layer(builder: GraphBuilder, layer: int, hidden: str, residual: str | None) -> tuple[str, str]:

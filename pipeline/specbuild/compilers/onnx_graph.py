@@ -13,9 +13,9 @@ from onnx import TensorProto, helper
 
 from specbuild.compilers.compiler import Limits
 from specbuild.compilers.masks import mask_names
-from specbuild.compilers.nbits import pack_blocks
-from specbuild.quant import QuantScheme
-from specbuild.rotary import make_frequencies
+from specbuild.compilers.nbits import ZERO_POINT, pack_blocks, shift_columns
+from specbuild.quant import Levels, QuantScheme
+from specbuild.rotary import make_rotary
 from specbuild.shape import ModelShape
 from specbuild.tensorfile import TensorEntry
 
@@ -51,9 +51,9 @@ class GraphBuilder:
         self._file = (out / "weights.bin").open("wb")
         self._counter = 0
         positions = limits.max_seq_len + limits.max_draft_len
-        self._add_rotary_tables("rotary", make_frequencies(shape), positions)
+        self._add_rotary_tables("rotary", *make_rotary(shape), positions)
         if shape.rope_theta_local is not None:
-            self._add_rotary_tables("local_rotary", make_frequencies(shape, local=True), positions)
+            self._add_rotary_tables("local_rotary", *make_rotary(shape, local=True), positions)
 
     def __enter__(self) -> GraphBuilder:
         return self
@@ -79,7 +79,7 @@ class GraphBuilder:
         return outputs[0], outputs[3]
 
     def linear(self, prefix: str, x: str) -> str:
-        """Add x @ W.T (+ bias): MatMulNBits over the checkpoint's integers, or MatMul where the scheme keeps the weight."""
+        """Add x @ W.T (+ bias): over the checkpoint's own integers, or MatMul where the scheme keeps the weight."""
         stem = f"{prefix}."
         tensors = {name.removeprefix(stem): entry.load() for name, entry in self.entries.items() if name.startswith(stem)}
         bias = tensors.pop("bias", None)
@@ -89,13 +89,32 @@ class GraphBuilder:
         else:
             if levels.prequant is not None:
                 x = self._node("Mul", [x, self._weight(f"{prefix}.prequant", levels.prequant.numpy())])
-            packed, scale = pack_blocks(levels.q.numpy(), levels.scale.numpy(), levels.bits, self.block)
-            inputs = [x, self._weight(f"{prefix}.packed", packed), self._weight(f"{prefix}.scale", scale)]
-            rows, columns = levels.q.shape
-            x = self._node(
-                "MatMulNBits", inputs, domain=CONTRIB, K=columns, N=rows, bits=levels.bits, block_size=self.block, accuracy_level=4
-            )
+            x = self._nbits_product(prefix, x, levels) if levels.activation is None else self._integer_product(prefix, x, levels)
         return x if bias is None else self._node("Add", [x, self._weight(f"{prefix}.bias", bias.float().numpy())])
+
+    def _nbits_product(self, prefix: str, x: str, levels: Levels) -> str:
+        """Add x @ (q * scale).T; accuracy_level 4 rounds each block of x to 8 bits with a scale of its own."""
+        packed, scale = pack_blocks(levels.q.numpy(), levels.scale.numpy(), levels.bits, self.block)
+        inputs = [x, self._weight(f"{prefix}.packed", packed), self._weight(f"{prefix}.scale", scale)]
+        rows, columns = levels.q.shape
+        return self._node(
+            "MatMulNBits", inputs, domain=CONTRIB, K=columns, N=rows, bits=levels.bits, block_size=self.block, accuracy_level=4
+        )
+
+    def _integer_product(self, prefix: str, x: str, levels: Levels) -> str:
+        """Add round(x / activation) @ q.T over integers, times activation * scale.
+
+        Both sides are unsigned with a zero point of 128, which is exact on every x86. With signed weights ONNX Runtime's kernels for
+        processors without VNNI add two products in 16 bits, which saturate; with two signed sides it has no fast kernel.
+        """
+        assert levels.activation is not None
+        zero = self._weight("zero_point", np.array(ZERO_POINT, np.uint8))
+        step = self._weight(f"{prefix}.activation", levels.activation.numpy().reshape(()))
+        # The contrib form: ONNX Runtime 1.23 has the standard one up to opset 21.
+        rounded = self._node("QuantizeLinear", [x, step, zero], domain=CONTRIB)
+        weight = self._weight(f"{prefix}.integers", shift_columns(levels.q.numpy()))
+        scale = self._weight(f"{prefix}.scale", levels.scale.numpy().reshape(-1))
+        return self._node("MatMulIntegerToFloat", [rounded, weight, step, scale, zero, zero], domain=CONTRIB)
 
     def attention(self, layer: int, qkv: str) -> str:
         """Add rotary positions, the cache update in place, and attention: (B, S, rows) to (B, S, q_rows)."""
@@ -130,11 +149,14 @@ class GraphBuilder:
         sizes = self._shape("half_sizes", (self.shape.intermediate, self.shape.intermediate))
         return self._nodes("Split", [x, sizes], 2, axis=-1)
 
-    def head(self, hidden: str) -> None:
-        """Add lm_head on the wanted rows. It stays in full precision. A shared one is the embedding."""
+    def head(self, hidden: str, quantized: bool) -> None:
+        """Add lm_head on the wanted rows, in full precision unless the checkpoint has it quantized. A shared one is the embedding."""
         rows = self._node("GatherND", [hidden, "rows"], batch_dims=1)
-        name = "lm_head.weight" if "lm_head.weight" in self.entries else "transformer.vocab_embedding.weight"
-        logits = self._node("MatMul", [rows, self._weight("lm_head.weight", self._load(name).T.copy())])
+        if quantized:
+            logits = self.linear("lm_head", rows)
+        else:
+            name = "lm_head.weight" if "lm_head.weight" in self.entries else "transformer.vocab_embedding.weight"
+            logits = self._node("MatMul", [rows, self._weight("lm_head.weight", self._load(name).T.copy())])
         if self.shape.final_softcap is not None:
             logits = self._softcap(logits, self.shape.final_softcap)
         self.nodes[-1].output[0] = "logits"
@@ -180,10 +202,10 @@ class GraphBuilder:
         self.nodes.append(helper.make_node("ScatterND", [f"past_{name}", "cells", new], [f"present_{name}"]))
         return f"present_{name}"
 
-    def _add_rotary_tables(self, name: str, frequencies: Array, positions: int) -> None:
+    def _add_rotary_tables(self, name: str, frequencies: Array, factor: float, positions: int) -> None:
         angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies
-        self._weight(f"{name}.cos", np.cos(angles).astype(np.float32))
-        self._weight(f"{name}.sin", np.sin(angles).astype(np.float32))
+        self._weight(f"{name}.cos", (np.cos(angles) * factor).astype(np.float32))
+        self._weight(f"{name}.sin", (np.sin(angles) * factor).astype(np.float32))
 
     def _shape(self, name: str, values: tuple[int, ...]) -> str:
         return self._weight(name, np.array(values, np.int64))

@@ -15,25 +15,28 @@ from specbuild.compilers.compiler import Limits, Runner
 from specbuild.compilers.trtllm_command import check_engine_config, format_command, make_command, timing_cache
 from specbuild.compilers.trtllm_machine import check_gpu, find_machine
 from specbuild.compilers.trtllm_process import LOG, failed_log_kept, run_builder
-from specbuild.config import ROLES, PairConfig, Role
+from specbuild.config import ROLES, ModelConfig, PairConfig, Role
 from specbuild.errors import EngineError
-from specbuild.quant import QuantScheme
+from specbuild.quant import QuantScheme, find_scheme
 from specbuild.shape import ModelShape
 
 PACKAGES = ()
+GROUPS = (128, 64)
 LIMITS = ("max_batch_size", "max_seq_len", "max_draft_len", "gather_logits")
+# What the generation kernels are compiled for; upstream's build checks it (decoderMaskedMultiheadAttention.cu, mmha_supported).
+HEAD_SIZES = (32, 48, 64, 80, 96, 104, 112, 128, 144, 160, 192, 224, 256)
 _TILE = 64  # the quantized kernels' least columns and rows per rank; a shape that is no multiple would be padded, and not load
 
 
 def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: int) -> None:
     """Raise EngineError for what upstream would compute otherwise, pad, or fail on long after the build."""
     check_support(shape, pp)
-    if shape.head_dim % 8:
+    if shape.head_dim not in HEAD_SIZES:
         raise EngineError(
-            f"Cannot build with tensorrt: head size {shape.head_dim} is not a multiple of 8, its attention kernels would fail at run time. "
-            "Use another model, or compiler: onnx-cpu."
+            f"Cannot build {shape.architecture} with tensorrt: head size {shape.head_dim} has no attention kernels, expected one of "
+            f"{', '.join(map(str, HEAD_SIZES))}. Use another model, or compiler: onnx-cpu."
         )
-    if scheme.grouped and group_size not in (64, 128):
+    if scheme.grouped and group_size not in GROUPS:
         raise EngineError(
             f"Cannot build with tensorrt at group_size {group_size}: its kernels have 64 and 128. Use one of them, or scheme int8_wo."
         )
@@ -78,6 +81,8 @@ def check_pair(config: PairConfig, shapes: Mapping[Role, ModelShape]) -> None:
                 f"Cannot build the {role} as float32 with tensorrt: its paged context attention has 16 bit only. Use dtype bfloat16."
             )
         shape = shapes.get(role)
+        if shape is not None and config.model_of(role).quantize.lm_head:
+            _check_lm_head(role, shape, config.model_of(role))
         if shape is not None and config.build.max_seq_len > shape.context:
             raise EngineError(
                 f"Cannot build with tensorrt for max_seq_len {config.build.max_seq_len}: the {role} has {shape.context} positions, "
@@ -89,6 +94,20 @@ def check_pair(config: PairConfig, shapes: Mapping[Role, ModelShape]) -> None:
             f"Cannot build this pair with tensorrt: vocab_size is {' and '.join(map(str, vocabularies))} in the {' and '.join(shapes)}, "
             "expected the same, because the engines exchange whole rows of logits. Use a draft with the target's vocab_size (models of one "
             "family can be padded differently), or compiler: onnx-cpu."
+        )
+
+
+def _check_lm_head(role: Role, shape: ModelShape, model: ModelConfig) -> None:
+    """Raise EngineError for a quantized lm_head that upstream's loader would pass over or pad."""
+    if not find_scheme(model.quantize.scheme).grouped:
+        raise EngineError(
+            f"Cannot build the {role} with tensorrt: its loader makes no integers of an lm_head under {model.quantize.scheme}. Remove "
+            "`lm_head`, or use int4_awq."
+        )
+    if shape.vocab % (_TILE * model.tp):
+        raise EngineError(
+            f"Cannot build the {role} with tensorrt: an lm_head of {shape.vocab} rows is no multiple of {_TILE * model.tp}, which the "
+            "quantized kernels need. Remove `lm_head`."
         )
 
 
@@ -117,7 +136,7 @@ def build(checkpoint: TllmCheckpoint, limits: Limits, out: Path, label: str) -> 
         run_builder(make_command(checkpoint.directory, out, limits, world_size), out, label, world_size)
         check_ranks(out, world_size, label)
         check_engine_config(load_json(out / "config.json", EngineError), checkpoint.config, limits, label)
-    engine_card.write_card(out, machine, checkpoint.directory)
+    engine_card.write_card(out, machine, checkpoint.directory, checkpoint.shape.windows(limits.max_seq_len + limits.max_draft_len))
 
 
 def check_ranks(out: Path, world_size: int, label: str) -> None:

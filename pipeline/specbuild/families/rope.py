@@ -53,6 +53,12 @@ def read_rope(config: Mapping[str, Any], kinds: tuple[str, ...], theta: float = 
         )
     for key in NEEDED[kind]:
         check_positive(name, key, values[key])
+    original, stated = (each.get("original_max_position_embeddings") for each in (values, config))
+    if kind in ("llama3", "yarn") and stated not in (None, original):
+        raise CheckpointError(
+            f"Cannot convert {name}: original_max_position_embeddings is {stated!r} beside rotary scaling that has {original!r}, expected "
+            "one. Put it into rope_scaling alone."
+        )
     return base, RopeScaling.make(values), pct
 
 

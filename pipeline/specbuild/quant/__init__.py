@@ -4,13 +4,14 @@ from specbuild.errors import CheckpointError, ConfigError
 from specbuild.quant.full_prec import FULL_PREC
 from specbuild.quant.int4_awq import INT4_AWQ
 from specbuild.quant.int8_sq import INT8_SQ
-from specbuild.quant.scales import LinearScales, Scales, check_scales, load_scales
+from specbuild.quant.scales import LinearScales, RoundedScales, Scales, check_scales, load_scales, plan_rounded
 from specbuild.quant.scheme import Levels, QuantScheme
 from specbuild.quant.weight_only import INT4_WO, INT8_WO
 
 SCHEMES: dict[str, QuantScheme] = {scheme.name: scheme for scheme in (FULL_PREC, INT8_WO, INT4_WO, INT4_AWQ, INT8_SQ)}
 
-__all__ = ["SCHEMES", "Levels", "LinearScales", "QuantScheme", "Scales", "check_scales", "find_scheme", "load_scales", "scheme_of_algo"]
+__all__ = ["SCHEMES", "Levels", "LinearScales", "QuantScheme", "RoundedScales", "Scales", "check_scales", "find_scheme", "load_scales",
+           "plan_rounded", "scheme_of_algo"]  # fmt: skip
 
 
 def find_scheme(name: str) -> QuantScheme:

@@ -42,8 +42,8 @@ def _levels(tensors: Tensors) -> Levels:
     return Levels(unpack_rows(tensors["weight"]), tensors["weights_scaling_factor"], None if bool((prequant == 1).all()) else prequant, 4)
 
 
-def _settings(group_size: int) -> dict[str, Any]:
-    return {"group_size": group_size, "has_zero_point": False, "pre_quant_scale": True, "exclude_modules": ["lm_head"]}
+def _settings(group_size: int, lm_head: bool) -> dict[str, Any]:
+    return {"group_size": group_size, "has_zero_point": False, "pre_quant_scale": True, "exclude_modules": [] if lm_head else ["lm_head"]}
 
 
-INT4_AWQ = QuantScheme("int4_awq", "W4A16_AWQ", 4, True, _plan, _quantize, _levels, _settings, _store, takes_scales=True)
+INT4_AWQ = QuantScheme("int4_awq", "W4A16_AWQ", 4, True, _plan, _quantize, _levels, _settings, _store, recipe="INT4_AWQ_CFG")

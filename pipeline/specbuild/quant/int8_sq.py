@@ -40,11 +40,11 @@ def _levels(tensors: Tensors) -> Levels:
     return Levels(tensors["weight"], tensors["weights_scaling_factor"][:, None], prequant, 8, activation)
 
 
-def _settings(group_size: int) -> dict[str, Any]:  # noqa: ARG001
+def _settings(group_size: int, lm_head: bool) -> dict[str, Any]:  # noqa: ARG001  check_lm_head refuses it
     return {"exclude_modules": ["lm_head"]}
 
 
 INT8_SQ = QuantScheme(
-    "int8_sq", "W8A8_SQ_PER_CHANNEL", 8, False, _plan, _quantize, _levels, _settings, takes_scales=True, needs_calibration=True,
+    "int8_sq", "W8A8_SQ_PER_CHANNEL", 8, False, _plan, _quantize, _levels, _settings, recipe="INT8_SMOOTHQUANT_CFG", needs_calibration=True,
     activation_bits=8,
 )  # fmt: skip

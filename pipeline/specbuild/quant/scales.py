@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbuild.errors import CheckpointError
 from specbuild.shape import ModelShape
-from specbuild.tensorfile import FLOATS, read_header
+from specbuild.tensorfile import FLOATS, TensorSpec, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,35 @@ class LinearScales:
 
 Scales = Mapping[str, LinearScales]
 """By the whole model's TensorRT-LLM name: `transformer.layers.<layer>.<part>`, q, k and v as one attention.qkv."""
+
+
+def plan_rounded(shape: ModelShape, group_size: int) -> list[TensorSpec]:
+    """Return what a file of RoundedScales holds: every linear layer's integers and their scales."""
+    plan = []
+    for layer in range(shape.layers):
+        for part, (rows, columns) in shape.linears().items():
+            name = f"transformer.layers.{layer}.{part}"
+            plan += [TensorSpec(f"{name}.q", "I8", (rows, columns)), TensorSpec(f"{name}.scale", "F32", (rows, columns // group_size))]
+    return plan
+
+
+class RoundedScales(Mapping[str, LinearScales]):
+    """Integers and scales of a whole model in a file, by linear layer: those asked for are in memory, and no others."""
+
+    def __init__(self, path: Path) -> None:
+        self._entries = read_header(path)
+
+    def __getitem__(self, linear: str) -> LinearScales:
+        import torch
+
+        q, scale = self._entries[f"{linear}.q"].load(), self._entries[f"{linear}.scale"].load()
+        return LinearScales(torch.ones(q.shape[1]), rounded=(q, scale))
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removesuffix(".q") for name in self._entries if name.endswith(".q"))
+
+    def __len__(self) -> int:
+        return len(self._entries) // 2
 
 
 def load_scales(path: Path) -> dict[str, LinearScales]:

@@ -52,9 +52,9 @@ class QuantScheme:
     plan: Callable[[TensorSpec, int], list[TensorSpec]]
     quantize: Callable[[torch.Tensor, int, LinearScales | None], dict[str, torch.Tensor]]
     levels: Callable[[Tensors], Levels | None]
-    settings: Callable[[int], dict[str, Any]]  # further keys of config.json's `quantization`
+    settings: Callable[[int, bool], dict[str, Any]]  # (group_size, is lm_head quantized): further keys of config.json's `quantization`
     store: Callable[[Levels, torch.dtype], dict[str, torch.Tensor]] | None = None
-    takes_scales: bool = False
+    recipe: str | None = None  # the config of modelopt.torch.quantization that finds its scales; None: it has none to find
     needs_calibration: bool = False  # nothing to fall back on when no scales are given
     activation_bits: int = 16
 
@@ -69,6 +69,12 @@ def keep_spec(spec: TensorSpec, group_size: int) -> list[TensorSpec]:  # noqa: A
     return [spec]
 
 
-def no_settings(group_size: int) -> dict[str, Any]:  # noqa: ARG001
-    """Add nothing to `quantization`: upstream's defaults exclude lm_head and the embedding."""
-    return {}
+def default_settings(group_size: int, lm_head: bool) -> dict[str, Any]:  # noqa: ARG001
+    """Add nothing to `quantization`: upstream's defaults exclude lm_head and the embedding. With lm_head, only the embedding."""
+    return {"exclude_modules": ["*vocab_embedding"]} if lm_head else {}
+
+
+def includes_lm_head(quantization: Mapping[str, Any]) -> bool:
+    """Tell whether a config.json's `quantization` covers lm_head: a list that does not name it stands in place of the defaults."""
+    excluded = quantization.get("exclude_modules")
+    return quantization.get("quant_algo") is not None and excluded is not None and "lm_head" not in excluded

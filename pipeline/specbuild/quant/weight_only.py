@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbuild.quant.rounding import round_channels
-from specbuild.quant.scheme import Levels, QuantScheme, Tensors, keep_spec, keep_weight, no_settings
+from specbuild.quant.scheme import Levels, QuantScheme, Tensors, default_settings, keep_spec, keep_weight
 
 if TYPE_CHECKING:
     import torch
@@ -35,5 +35,5 @@ def _store(levels: Levels, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {"weight": (q * levels.scale).to(dtype)}
 
 
-INT8_WO = QuantScheme("int8_wo", "W8A16", 8, False, keep_spec, keep_weight, lambda t: _levels(t, 8), no_settings, _store)
-INT4_WO = QuantScheme("int4_wo", "W4A16", 4, False, keep_spec, keep_weight, lambda t: _levels(t, 4), no_settings, _store)
+INT8_WO = QuantScheme("int8_wo", "W8A16", 8, False, keep_spec, keep_weight, lambda t: _levels(t, 8), default_settings, _store)
+INT4_WO = QuantScheme("int4_wo", "W4A16", 4, False, keep_spec, keep_weight, lambda t: _levels(t, 4), default_settings, _store)
