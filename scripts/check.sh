@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
-make_venv cpu,serve,dev
+make_venv cpu,serve,calibrate,dev
 
 ruff format --check pipeline model_repo scripts tests
 ruff check pipeline model_repo scripts tests

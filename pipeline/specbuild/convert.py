@@ -160,7 +160,8 @@ def _write_ranks(
                     writer.write(name, piece)
             return sum(piece.nbytes for tensors in pieces for piece in tensors.values()), count
 
-        for nbytes, count in run_each(write, placed):
+        largest_first = sorted(placed, key=lambda item: item.name.startswith("transformer.layers."))  # the last keeps nobody waiting
+        for nbytes, count in run_each(write, largest_first):
             progress.update(nbytes)
             counted += count
         for _ in run_each(TensorWriter.close, writers):

@@ -189,7 +189,8 @@ def _write_ranks(
                 writers[rank].write(entry.name, entry.load())
             return entry.nbytes
 
-        for nbytes in run_each(write, [(rank, entry) for rank, found in enumerate(entries) for entry in found.values()]):
+        items = [(rank, entry) for rank, found in enumerate(entries) for entry in found.values()]
+        for nbytes in run_each(write, sorted(items, key=lambda item: -item[1].nbytes)):  # the largest first: the last keeps nobody waiting
             progress.update(nbytes)
         for _ in run_each(TensorWriter.close, writers):
             pass

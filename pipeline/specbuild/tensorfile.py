@@ -28,6 +28,7 @@ _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 _MAPPED = 1 << 20  # tensors from this size on are mapped, smaller ones read
 _BLOCK = 1 << 19  # elements worked on at once: few enough to stay in a core's cache, in memory that is used again
 _WRITE = 1 << 19  # bytes written at once: larger writes take larger pages, which are the last that a virtual machine's host backs
+_FLUSH = 32 << 20  # bytes after which a file is flushed to the disk in the background, so that its end waits for little
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -223,6 +224,8 @@ class TensorWriter:
         raw += b" " * (-len(raw) % 8)
         self._start = 8 + len(raw)
         self._lock = Lock()
+        self._flusher = ThreadPoolExecutor(1)
+        self._unflushed = 0
         self._file = path.open("wb", buffering=0)
         self._file.write(struct.pack("<Q", len(raw)) + raw)
         self._file.truncate(self._start + position)
@@ -262,9 +265,14 @@ class TensorWriter:
             while data:
                 written = os.pwrite(self._file.fileno(), data[:_WRITE], position)
                 data, position = data[written:], position + written
+                self._unflushed += written
+            if self._unflushed >= _FLUSH:
+                self._unflushed = 0
+                self._flusher.submit(os.fdatasync, self._file.fileno())
 
     def close(self) -> None:
         """Flush to disk; raise CheckpointError when a promised tensor is missing."""
+        self._flusher.shutdown()
         with self._file:
             if missing := [name for name, rows in self._rows_left.items() if rows]:
                 raise CheckpointError(f"Cannot finish {self._file.name}: tensor {missing[0]} was never written.")
@@ -272,4 +280,5 @@ class TensorWriter:
 
     def abort(self) -> None:
         """Close the file as it is, after an error elsewhere."""
+        self._flusher.shutdown(cancel_futures=True)
         self._file.close()
