@@ -13,7 +13,6 @@ import argparse
 import os
 import platform
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(config: Path, root: Path, section: dict[str, Any], args: argparse.Namespace) -> tuple[QualityReport, float]:
-    """Quantize the target in one way; return the report and the seconds it took."""
+def measure(config: Path, root: Path, section: dict[str, Any], args: argparse.Namespace) -> QualityReport:
+    """Quantize the target in one way; return the report."""
     values = yaml.safe_load(config.read_text())
     quantize = {"group_size": args.group_size, **section}
     if "calibration" in section:
@@ -50,11 +49,10 @@ def measure(config: Path, root: Path, section: dict[str, Any], args: argparse.Na
     path.write_text(yaml.safe_dump(values))
     pair = load_config(path)
     run_convert(pair, "target")
-    start = time.perf_counter()
     run_quantize(pair, "target")
     report = load_quality(pair.dir_of("target", "quantized"))
     assert report is not None
-    return report, time.perf_counter() - start
+    return report
 
 
 def main() -> None:
@@ -68,13 +66,13 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as root:
         for name, section in WAYS.items():
-            rows.append((name, *measure(args.config, Path(root), section, args)))
+            rows.append((name, measure(args.config, Path(root), section, args)))
     tokens = rows[0][1].tokens
     print(f"target of {args.config}, group_size {args.group_size}, {args.samples} sequences of `builtin`, {tokens} held-out tokens")
-    print(f"{'quantize':<38} {'perplexity':>10} {'KL':>9} {'top-1':>7} {'worst layer':>12} {'seconds':>8}")
-    for name, report, seconds in rows:
+    print(f"{'quantize':<38} {'perplexity':>10} {'KL':>9} {'top-1':>7} {'worst layer':>12}")
+    for name, report in rows:
         worst = report.worst[0].error
-        print(f"{name:<38} {report.perplexity_after:>10.2f} {report.kl:>9.5f} {report.top1:>7.4f} {worst:>12.4f} {seconds:>8.1f}")
+        print(f"{name:<38} {report.perplexity_after:>10.2f} {report.kl:>9.5f} {report.top1:>7.4f} {worst:>12.4f}")
 
 
 if __name__ == "__main__":

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbuild.artifacts import TllmCheckpoint, find_model_dir
-from specbuild.calibration import load_text, text_files
+from specbuild.calibration import load_text
 from specbuild.config import ROLES, PairConfig, Role
 from specbuild.progress import bar, log
-from specbuild.provenance import Record, digest_artifact, digest_files, make_artifact
+from specbuild.provenance import Record, digest_artifact, make_artifact
 from specbuild.quality import LOGIT_ROWS
 from specbuild.quant import QuantScheme, find_scheme
-from specbuild.quantize import legal_groups
+from specbuild.quantize import digest_text, legal_groups
 from specbuild.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run_acceptance(config: PairConfig, force: bool = False) -> AcceptanceReport 
         log("acceptance not compared: a model came quantized, there is no full precision to compare with")
         return None
     inputs = {f"{role} {stage}": digest_artifact(config.dir_of(role, stage)) for role in ROLES for stage in ("checkpoint", "quantized")}
-    inputs["text"] = digest_files(text_files(settings, config.path)["quality"])
+    inputs |= digest_text(config, "target")
     record = Record("acceptance", settings.quality.model_dump(), inputs, ("torch",))
     directory = config.work_dir / "acceptance"
 
@@ -72,8 +72,10 @@ def measure_acceptance(config: PairConfig, stored: dict[Role, TllmCheckpoint]) -
     import torch
 
     tokenizer = load_tokenizer(find_model_dir(config.target, config.path, weights=False))
-    vocab = min(checkpoint.shape.vocab for checkpoint in stored.values())
-    sequences = load_text(config.target.quantize, config.path, tokenizer, vocab).held_out
+    shapes = [stored[role].shape for role in ROLES]
+    vocab, context = min(shape.vocab for shape in shapes), min(shape.context for shape in shapes)
+    both = replace(shapes[0], vocab=vocab, max_positions=min(context, shapes[0].max_positions))
+    sequences = load_text(config.target.quantize, config.path, tokenizer, both).held_out
     variants = {role: make_variants(config, role, stored[role]) for role in ROLES}
     total = sum(len(each) for each in variants.values())
     hidden: dict[Role, dict[str, torch.Tensor]] = {role: {} for role in ROLES}

@@ -11,6 +11,7 @@ from specbuild.config import ROLES, PairConfig, Role
 from specbuild.convert import convert_parameters
 from specbuild.errors import CheckpointError
 from specbuild.provenance import Record, check_parameters, digest_artifact, make_artifact
+from specbuild.quality import check_missed, load_quality
 from specbuild.quant import QuantScheme, find_scheme, scheme_of_algo
 from specbuild.quant.scheme import includes_lm_head
 from specbuild.quantize import quantize_parameters
@@ -51,6 +52,8 @@ def check_sources(config: PairConfig, role: Role) -> None:
     model = config.model_of(role)
     check_parameters(config.dir_of(role, "checkpoint"), convert_parameters(model), config.path)
     check_parameters(config.dir_of(role, "quantized"), quantize_parameters(model.quantize), config.path)
+    if (report := load_quality(config.dir_of(role, "quantized"))) is not None:
+        check_missed(report, model.quantize, role)
 
 
 def check_quantization(source: TllmCheckpoint, scheme: QuantScheme) -> None:

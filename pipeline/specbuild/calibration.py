@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.config import QuantizeConfig
 from specbuild.errors import ConfigError
-from specbuild.progress import bar
+from specbuild.progress import bar, log
 from specbuild.provenance import find_version
 from specbuild.quant import LinearScales, QuantScheme, RoundedScales, Scales, find_scheme, plan_rounded
+from specbuild.shape import ModelShape
 from specbuild.tensorfile import TensorWriter
-from specbuild.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 HOLD_OUT = 8  # every eighth sequence is kept for measuring quality, and never calibrated on
 SHORTEST = 8  # tokens: shorter sequences say little
+PIECE = 1 << 14  # characters of a .txt that are tokenized at once
 BUILTIN = "builtin"
 DEFAULT_LENGTH = 512  # tokens of a sequence, where there is no calibration to say
 
@@ -73,34 +74,38 @@ def find_text_files(data: str, yaml_path: Path) -> list[Path]:
         found = [path] if path.is_file() and path.suffix in (".jsonl", ".txt") else []
     if not found:
         raise ConfigError(
-            f"Cannot calibrate on {data}: {path} is no .jsonl or .txt file, nor a directory of them. Paths are relative to {yaml_path}; "
+            f"Cannot use text {data}: {path} is no .jsonl or .txt file, nor a directory of them. Paths are relative to {yaml_path}; "
             f"`{BUILTIN}` is a text that comes along."
         )
     return found
 
 
 def text_files(settings: QuantizeConfig, yaml_path: Path) -> dict[str, list[Path]]:
-    """Return the files that a quantization reads, by what for."""
+    """Return the files that a quantization reads, by what for; raise ConfigError for two texts that share some files but not all."""
     files = {}
     if settings.calibration is not None:
         files["calibration"] = find_text_files(settings.calibration.data, yaml_path)
     if settings.quality.samples:
         shared = BUILTIN if settings.calibration is None else settings.calibration.data
         files["quality"] = find_text_files(settings.quality.data or shared, yaml_path)
+    one, other = ({path.resolve() for path in files.get(use, [])} for use in ("calibration", "quality"))
+    if one & other and one != other:
+        raise ConfigError(
+            f"Cannot measure quality on {settings.quality.data}: the model is calibrated on {sorted(one & other)[0]} too. Give a text of "
+            "its own, or remove quality.data: a part of the calibration's text is held out then."
+        )
     return files
 
 
 def load_texts(paths: Sequence[Path]) -> Iterator[str]:
-    """Yield the documents of files: a .txt is one, a .jsonl has one a line, a string or an object with `text` or `prompt`."""
+    """Yield the documents of files: a .jsonl has one a line, a string or an object with `text` or `prompt`; a .txt is cut into pieces."""
     for path in paths:
         try:
-            content = path.read_text(encoding="utf-8")
-            if path.suffix == ".txt":
-                yield content
-                continue
-            for number, line in enumerate(content.splitlines(), 1):
-                if line.strip():
-                    yield _read_line(path, number, line)
+            with path.open(encoding="utf-8-sig", newline="\n") as file:
+                if path.suffix == ".txt":
+                    yield from iter(lambda file=file: file.read(PIECE), "")  # type: ignore[misc]
+                else:
+                    yield from (_read_line(path, number, line) for number, line in enumerate(file, 1) if line.strip())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"Cannot read text {path}: {error}. Expected UTF-8.") from None
 
@@ -108,27 +113,31 @@ def load_texts(paths: Sequence[Path]) -> Iterator[str]:
 def _read_line(path: Path, number: int, line: str) -> str:
     try:
         value = json.loads(line)
-    except ValueError:
-        value = None
-    text = value.get("text", value.get("prompt")) if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise ConfigError(f"Cannot read text {path}: line {number} is no JSON string, nor an object with `text`. Mend it.")
-    return text
+        text: Any = value.get("text", value.get("prompt")) if isinstance(value, dict) else value
+        text.encode("utf-8")  # a lone surrogate is no text
+    except (ValueError, RecursionError, AttributeError):
+        raise ConfigError(f"Cannot read text {path}: line {number} is no JSON string, nor an object with `text`. Mend it.") from None
+    return str(text)
 
 
-def load_text(settings: QuantizeConfig, yaml_path: Path, tokenizer: Tokenizer, vocab: int) -> Text:
+def load_text(settings: QuantizeConfig, yaml_path: Path, tokenizer: Tokenizer, shape: ModelShape) -> Text:
     """Read and tokenize the text of a quantization. Of one text both to calibrate and to measure on, every HOLD_OUT-th sequence is kept."""
     files, calibration, quality = text_files(settings, yaml_path), settings.calibration, settings.quality
-    length = DEFAULT_LENGTH if calibration is None else calibration.max_length
+    length = min(shape.context, DEFAULT_LENGTH if calibration is None else calibration.max_length)
     wanted = {"calibration": 0 if calibration is None else calibration.samples, "quality": quality.samples}
-    if quality.data is not None or "quality" not in files:
-        taken = {use: _take(paths, tokenizer, length, wanted[use], vocab, 1) for use, paths in files.items()}
-        return Text(taken.get("calibration", []), taken.get("quality", []))
-    enough = max(wanted["quality"] * HOLD_OUT, wanted["calibration"] * HOLD_OUT // (HOLD_OUT - 1) + 1)
-    sequences = _take(files["quality"], tokenizer, length, enough, vocab, HOLD_OUT)
-    held_out = sequences[HOLD_OUT - 1 :: HOLD_OUT]
-    rest = [sequence for index, sequence in enumerate(sequences, 1) if index % HOLD_OUT]
-    return Text(rest[: wanted["calibration"]], held_out[: wanted["quality"]])
+    one, other = ({path.resolve() for path in files.get(use, [])} for use in ("calibration", "quality"))
+    if "quality" in files and (quality.data is None or one == other):
+        enough = max(wanted["quality"] * HOLD_OUT, wanted["calibration"] * HOLD_OUT // (HOLD_OUT - 1) + 1)
+        sequences = _take(files["quality"], tokenizer, length, enough, shape.vocab, HOLD_OUT)
+        rest = [sequence for index, sequence in enumerate(sequences, 1) if index % HOLD_OUT]
+        text = Text(rest[: wanted["calibration"]], sequences[HOLD_OUT - 1 :: HOLD_OUT][: wanted["quality"]])
+    else:
+        taken = {use: _take(paths, tokenizer, length, wanted[use], shape.vocab, 1) for use, paths in files.items()}
+        text = Text(taken.get("calibration", []), taken.get("quality", []))
+    for use, found in (("calibration", text.calibration), ("quality", text.held_out)):
+        if use in files and len(found) < wanted[use]:
+            log(f"the text for {use} has only {len(found)} of {wanted[use]} sequences of up to {length} tokens")
+    return text
 
 
 def _take(files: Sequence[Path], tokenizer: Tokenizer, length: int, count: int, vocab: int, least: int) -> list[list[int]]:
@@ -136,17 +145,19 @@ def _take(files: Sequence[Path], tokenizer: Tokenizer, length: int, count: int, 
     sequences = list(islice(_encode(files, tokenizer, length), count))
     if len(sequences) < least:
         raise ConfigError(
-            f"Cannot calibrate on {files[0]}: it holds {len(sequences)} sequences of {SHORTEST} to {length} tokens, expected at least "
+            f"Cannot use text {files[0]}: it holds {len(sequences)} sequences of {SHORTEST} to {length} tokens, expected at least "
             f"{least}. Add text, or lower max_length."
         )
     if (largest := max(map(max, sequences))) >= vocab:
-        raise ConfigError(f"Cannot calibrate: the tokenizer gives id {largest}, the model has {vocab} rows. Use the model's own tokenizer.")
+        raise ConfigError(
+            f"Cannot use text {files[0]}: the tokenizer gives id {largest}, the model has {vocab} rows. Use the model's own tokenizer."
+        )
     return sequences
 
 
 def _encode(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
     for text in load_texts(files):
-        ids = list(encode_prompt(tokenizer, text)) if text else []
+        ids: list[int] = tokenizer.encode(text).ids
         for start in range(0, len(ids), length):
             if len(ids[start : start + length]) >= SHORTEST:
                 yield ids[start : start + length]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,23 @@ from specbuild.errors import ConfigError
 from specbuild.families import Family, find_family
 from specbuild.hf_formats import find_packing, plain_config, read_adapter_config
 from specbuild.packed import check_packing
+from specbuild.pair_check import (
+    Difference,
+    Sizes,
+    check_vocabularies,
+    find_differences,
+    find_notes,
+    find_size_warnings,
+    find_target_trouble,
+)
 from specbuild.quant import find_scheme
-from specbuild.quantize import check_groups, check_lm_head
+from specbuild.quantize import check_shapes
 from specbuild.shape import ModelShape
 from specbuild.spec.accept import RULES
 from specbuild.spec.drafters import DRAFTERS
 from specbuild.tokenizer import count_ids, load_tokenizer
+
+__all__ = ["ModelReport", "PairReport", "check_names", "check_pair", "check_vocabularies", "load_tokenizers"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,8 @@ class PairReport:
     target: ModelReport
     draft: ModelReport
     warnings: tuple[str, ...] = field(default=())
+    differences: tuple[Difference, ...] = field(default=())  # of the tokenizers; none of them is an error
+    notes: tuple[str, ...] = field(default=())  # what looks odd and is fine
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,18 +78,15 @@ def check_pair(config: PairConfig) -> PairReport:
         seen = check_weights(config, role, directory, family, shape)
         tokenizers[role] = load_tokenizer(directory)
         reports[role] = make_report(config, role, directory, shape, tokenizers[role], seen)
-    check_vocabularies(tokenizers)
-    target, draft = reports["target"], reports["draft"]
-    warnings = []
-    if draft.context < min(target.context, config.build.max_seq_len):
-        warnings.append(f"the draft's context is {draft.context}, shorter than the target's: beyond it the target decodes alone")
-    if draft.end_ids != target.end_ids:
-        warnings.append(f"end ids differ ({list(target.end_ids)} and {list(draft.end_ids)}): the target's are used")
-    if not target.end_ids:
-        warnings.append("the target names no end token: every answer runs to its length limit")
-    if draft.parameters * 2 > target.parameters:
-        warnings.append(f"the draft has {draft.parameters / target.parameters:.0%} of the target's parameters: speculation can hardly pay")
-    return PairReport(target, draft, tuple(warnings))
+    check_vocabularies(tokenizers, loaded["draft"][2].vocab)
+    directories = {role: directory for role, (directory, _, _) in loaded.items()}
+    target, draft = (Sizes(each.parameters, each.context, each.vocab, each.end_ids) for each in (reports["target"], reports["draft"]))
+    warnings = (
+        *find_size_warnings(target, draft, config.build.max_seq_len, tokenizers["draft"]),
+        *find_target_trouble(directories["target"], tokenizers["target"]),
+    )
+    notes = tuple(find_notes(target, draft, count_ids(tokenizers["target"])))
+    return PairReport(reports["target"], reports["draft"], warnings, find_differences(directories, tokenizers), notes)
 
 
 def check_names(config: PairConfig) -> None:
@@ -147,9 +156,7 @@ def load_shape(config: PairConfig, role: Role) -> tuple[Path, Family, ModelShape
     shape = family.read_shape(values)
     check_parallel(shape, model)
     scheme, group_size = find_scheme(model.quantize.scheme), model.quantize.group_size
-    check_groups(shape, scheme, group_size, model.tp, find_compiler(config.build.compiler).GROUPS)
-    if model.quantize.lm_head:
-        check_lm_head(shape, model.quantize, model.tp)
+    check_shapes(shape, model.quantize, model.tp, find_compiler(config.build.compiler).GROUPS)
     find_compiler(config.build.compiler).check(shape, scheme, group_size, model.tp, model.pp)
     check_context(config, role, shape)
     return directory, family, shape
@@ -167,18 +174,6 @@ def check_context(config: PairConfig, role: Role, shape: ModelShape) -> None:
 def load_tokenizers(config: PairConfig) -> dict[Role, Tokenizer]:
     """Load the tokenizers of both models."""
     return {role: load_tokenizer(find_model_dir(config.model_of(role), config.path, weights=False)) for role in ROLES}
-
-
-def check_vocabularies(tokenizers: Mapping[Role, Tokenizer]) -> None:
-    """Raise ConfigError at the first id whose token differs; padded model vocabularies do not matter."""
-    target, draft = ({index: token for token, index in tokenizers[role].get_vocab().items()} for role in ROLES)
-    different = sorted(index for index in target.keys() | draft.keys() if target.get(index) != draft.get(index))
-    if different:
-        first = different[0]
-        raise ConfigError(
-            f"Cannot pair these models: {len(different)} token ids differ, first id {first} is {target.get(first)!r} in the target "
-            f"and {draft.get(first)!r} in the draft. Use a draft with the target's tokenizer."
-        )
 
 
 def count_parameters(shape: ModelShape) -> int:

@@ -35,10 +35,8 @@ class CalibrationConfig(_Section):
 class QualityConfig(_Section):
     """What quantization may cost, measured on held-out text; a limit that is missed fails the stage."""
 
-    max_kl: Annotated[float, Field(gt=0, strict=False)] | None = Field(None, description="most mean KL divergence, nats per token")
-    min_top1: Annotated[float, Field(ge=0, le=1, strict=False)] | None = Field(
-        None, description="least share of positions with the same likeliest token"
-    )
+    max_kl: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(None, description="most mean KL divergence, nats per token")
+    min_top1: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="least share of positions with the same likeliest token")
     data: Annotated[str, Field(pattern=PRINTABLE)] | None = Field(
         None, description="text to measure on; default: a part of the calibration's that it is not calibrated on"
     )

@@ -14,7 +14,7 @@ from specbuild.artifacts import HFCheckpoint, find_model_dir
 from specbuild.config import ModelConfig, PairConfig, Role
 from specbuild.errors import CheckpointError, ConfigError
 from specbuild.families import Family, TensorRule, find_family
-from specbuild.hf_formats import PackedCheckpoint, PackedWeight, find_adapter_files, merge_lora
+from specbuild.hf_formats import MergedWeight, PackedCheckpoint, PackedWeight, find_adapter_files, merge_lora
 from specbuild.packed import Keeper, check_kept, check_zeros, view_packed
 from specbuild.progress import bar, log
 from specbuild.provenance import Record, digest_files, find_parameters, make_artifact
@@ -61,9 +61,9 @@ def run_convert(config: PairConfig, role: Role, force: bool = False) -> bool:
 
 def convert_parameters(model: ModelConfig) -> dict[str, Any]:
     """Return the part of the YAML that a checkpoint depends on."""
-    given = {"dequantize": model.dequantize, "merge_lora": model.merge_lora}
     always = {"model": model.model, "revision": model.revision, "dtype": model.dtype, "tp": model.tp, "pp": model.pp}
-    return {**always, **{key: value for key, value in given.items() if value}}
+    # An adapter given on the command line is in no YAML: later stages take the checkpoint as it is, and `check_merged` minds it.
+    return {**always, "dequantize": model.dequantize, **({} if model.merge_lora is None else {"merge_lora": model.merge_lora})}
 
 
 def adapter_dir(config: PairConfig, model: ModelConfig) -> Path | None:
@@ -100,6 +100,12 @@ def check_source(source: HFCheckpoint, family: Family, shape: ModelShape, model:
     """Check all that a source's headers tell; return where its tensors go."""
     placed = list(place_tensors(family, shape, model.pp))
     check_tensors(source, family, placed, shape)
+    used = {name for item in placed for name in item.sources}
+    if lost := sorted(name for name, entry in source.entries.items() if isinstance(entry, MergedWeight) and name not in used):
+        raise CheckpointError(
+            f"Cannot merge {model.merge_lora} into {source.directory}: it changes {lost[0]}, which a tied model does not have. Untie "
+            "lm_head from the embedding first (PEFT: merge_and_unload)."
+        )
     if is_kept(source, model):
         linears = [item for item in placed if is_linear(item, shape)]
         of_rank = [split_shape(joined_shape(source, item), item.rule.split, shape, model.tp) for item in linears]
@@ -225,7 +231,7 @@ def check_tensors(source: HFCheckpoint, family: Family, placed: list[Placed], sh
             f"Cannot convert {source.directory}: {len(missing)} tensors are missing, first {missing[0]}. Fetch the model again."
         )
     ignored = ("lm_head.weight", *family.ignored) if shape.tied else family.ignored
-    extra = sorted(name for name in source.entries.keys() - wanted if not name.endswith(ignored))
+    extra = sorted(name for name in source.entries.keys() - wanted if not name.endswith(ignored) and not is_zero_bias(source, name))
     if extra:
         raise CheckpointError(
             f"Cannot convert {source.directory}: unexpected tensor {extra[0]} ({len(extra)} in all) for {family.architecture}. "
@@ -245,6 +251,11 @@ def check_tensors(source: HFCheckpoint, family: Family, placed: list[Placed], sh
                 raise CheckpointError(
                     f"Cannot convert {source.directory}: {name} is {source.entries[name].dtype}, expected one of {', '.join(FLOATS)}."
                 )
+
+
+def is_zero_bias(source: HFCheckpoint, name: str) -> bool:
+    """Tell whether a tensor is a bias that adds nothing: some GPTQ tools write one for every layer."""
+    return name.endswith(".bias") and not source.entries[name].load().any()
 
 
 def check_rows(source: HFCheckpoint, item: Placed, rows: tuple[int, ...]) -> None:

@@ -58,6 +58,8 @@ def check_packing(packing: Packing | None, model: ModelConfig, role: str) -> Non
         ("calibration", settings.calibration, None),
         ("rounding", settings.rounding, "nearest"),
         ("lm_head", settings.lm_head, False),
+        ("quality.max_kl", settings.quality.max_kl, None),
+        ("quality.min_top1", settings.quality.min_top1, None),
     )
     for key, value, unset in changes:
         if value != unset:

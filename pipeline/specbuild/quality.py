@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbuild.artifacts import TllmCheckpoint
-from specbuild.config import QualityConfig, QuantizeConfig
+from specbuild.config import QuantizeConfig
 from specbuild.errors import CheckpointError
 from specbuild.progress import bar, log
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 FILE, PICTURE = "quality.json", "quality.png"
 WARN_KL, WARN_TOP1 = 0.1, 0.9  # beyond these a quantized model is named as doubtful, where the YAML sets no limits
 WORST = 5  # layers named in the table
+LARGEST = 700.0  # nats per token; e to this is the last that JSON can carry as a number
 LOGIT_ROWS = 256  # positions whose logits are in memory at once
 
 
@@ -69,7 +71,7 @@ def measure_quality(before: Decoder, after: Decoder, sequences: Sequence[Sequenc
     tokens = sum(map(len, sequences))
     predicted = tokens - len(sequences)
     before_nll, after_nll, kl, same = (float(value) for value in sums)
-    perplexities = [float(torch.tensor(nll / predicted).exp()) for nll in (before_nll, after_nll)]
+    perplexities = [math.exp(min(nll / predicted, LARGEST)) for nll in (before_nll, after_nll)]
     return QualityReport(scheme, tokens, perplexities[0], perplexities[1], kl / tokens, same / tokens, tuple(layers))
 
 
@@ -145,12 +147,21 @@ def write_quality(
         log(f"{PICTURE} not drawn: matplotlib is not installed (`pip install 'specbuild[calibrate]'`)")
     else:
         draw_quality(report, quantized.directory / PICTURE, label)
-    check_limits(report, settings, label)
-    log(
+    try:
+        check_limits(report, settings, label)
+    except CheckpointError:
+        log(format_quality(report, label))
+        raise
+    log(summarize_quality(report, label))
+    return report
+
+
+def summarize_quality(report: QualityReport, label: str) -> str:
+    """Return the report as one line."""
+    return (
         f"{label}: perplexity {report.perplexity_before:.4g} to {report.perplexity_after:.4g}, KL {report.kl:.5f} nats per token, top-1 "
         f"agreement {report.top1:.4f} on {report.tokens} held-out tokens"
     )
-    return report
 
 
 def load_quality(directory: Path) -> QualityReport | None:
@@ -162,38 +173,45 @@ def load_quality(directory: Path) -> QualityReport | None:
 
 
 def check_limits(report: QualityReport, settings: QuantizeConfig, label: str) -> None:
-    """Raise CheckpointError when a limit of the YAML is missed; without limits, warn of a model that lost much."""
-    limits: QualityConfig = settings.quality
-    missed = []
+    """Raise CheckpointError when a limit of the YAML is missed; warn where there is none and much was lost."""
+    check_missed(report, settings, label)
+    doubtful = []
+    if settings.quality.max_kl is None and not report.kl <= WARN_KL:
+        doubtful.append(f"KL is {report.kl:.4f} nats per token (doubtful beyond {WARN_KL})")
+    if settings.quality.min_top1 is None and not report.top1 >= WARN_TOP1:
+        doubtful.append(f"top-1 agreement is {report.top1:.4f} (doubtful below {WARN_TOP1})")
+    if doubtful:
+        log(f"warning: the quantized {label} lost much: {' and '.join(doubtful)} ({_name_worst(report)}). {suggest(settings)}")
+
+
+def check_missed(report: QualityReport, settings: QuantizeConfig, label: str) -> None:
+    """Raise CheckpointError when a limit of the YAML is missed."""
+    limits, missed = settings.quality, []
     if limits.max_kl is not None and not report.kl <= limits.max_kl:
         missed.append(f"KL is {report.kl:.4f} nats per token, expected at most {limits.max_kl:g}")
     if limits.min_top1 is not None and not report.top1 >= limits.min_top1:
         missed.append(f"top-1 agreement is {report.top1:.4f}, expected at least {limits.min_top1:g}")
-    worst = report.worst[0]
-    where = f"worst: layer {worst.layer} {worst.part}, relative error {worst.error:.3f}"
     if missed:
-        log(format_quality(report, label))
-        raise CheckpointError(f"Cannot accept the quantized {label}: {' and '.join(missed)} ({where}). {suggest(settings)}")
-    unlimited = limits.max_kl is None and limits.min_top1 is None
-    if unlimited and not (report.kl <= WARN_KL and report.top1 >= WARN_TOP1):
-        log(
-            f"warning: the quantized {label} lost much: KL {report.kl:.3f} nats per token (doubtful beyond {WARN_KL}), top-1 agreement "
-            f"{report.top1:.3f} (doubtful below {WARN_TOP1}; {where}). {suggest(settings)}"
-        )
+        raise CheckpointError(f"Cannot accept the quantized {label}: {' and '.join(missed)} ({_name_worst(report)}). {suggest(settings)}")
+
+
+def _name_worst(report: QualityReport) -> str:
+    worst = report.worst[0]
+    return f"worst: layer {worst.layer} {worst.part}, relative error {worst.error:.3f}"
 
 
 def suggest(settings: QuantizeConfig) -> str:
     """Name the next better way to quantize."""
     if settings.scheme == "full_prec":
         return "Nothing is quantized: is the dtype right?"
-    if settings.scheme == "int4_wo":
-        return "Use scheme int4_awq with calibration."
-    if settings.scheme == "int4_awq" and settings.calibration is None:
-        return "Add calibration: {data: builtin} (activation-aware scales; or rounding: gptq with it), or use int8_wo."
-    if settings.scheme == "int4_awq":
-        smaller = "group_size 64, " if settings.group_size > 64 else ""
-        return f"Use {smaller}more calibration samples of your own text, or int8_wo."
-    return "Use scheme full_prec." if settings.scheme == "int8_wo" else "Use scheme int8_wo, or full_prec."
+    if settings.scheme != "int4_awq":
+        better = {"int4_wo": "int4_awq with calibration", "int8_wo": "full_prec"}
+        return f"Use scheme {better.get(settings.scheme, 'int8_wo, or full_prec')}."
+    smaller = "group_size 64, " if settings.group_size > 64 else ""
+    if settings.calibration is None:
+        return f"Add calibration: {{data: builtin}}, best with rounding: gptq; or use {smaller}or int8_wo."
+    other = "more calibration samples of your own text" if settings.rounding == "gptq" else "rounding: gptq"
+    return f"Use {other}, {smaller}or int8_wo."
 
 
 def format_quality(report: QualityReport, label: str) -> str:

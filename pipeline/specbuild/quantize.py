@@ -18,7 +18,7 @@ from specbuild.families import FAMILIES, splits_of
 from specbuild.packed import link_quantized
 from specbuild.progress import bar, log
 from specbuild.provenance import Record, check_parameters, digest_artifact, digest_files, make_artifact
-from specbuild.quality import write_quality
+from specbuild.quality import check_limits, load_quality, summarize_quality, write_quality
 from specbuild.quant import LinearScales, QuantScheme, Scales, check_scales, find_scheme
 from specbuild.quant.rounding import row_amax
 from specbuild.quant.scheme import BY_ROW
@@ -42,7 +42,8 @@ def run_quantize(config: PairConfig, role: Role, force: bool = False) -> bool:
     source = TllmCheckpoint.open(config.dir_of(role, "checkpoint"))
     check_parameters(source.directory, convert_parameters(config.model_of(role)), config.path)
     inputs = {"checkpoint": digest_artifact(source.directory)}
-    inputs |= {use: digest_files(files) for use, files in text_files(settings, config.path).items()}
+    inputs |= digest_text(config, role)
+    check_shapes(source.shape, settings, source.config["mapping"]["tp_size"])
     packages = ("torch", "nvidia-modelopt") if settings.calibration is not None else ("torch",)
     record = Record("quantize", quantize_parameters(settings), inputs, packages)
 
@@ -50,26 +51,40 @@ def run_quantize(config: PairConfig, role: Role, force: bool = False) -> bool:
         if source.config["quantization"]["quant_algo"] is not None:
             link_quantized(source, scheme, settings, out, role)
             return
-        text = read_text(config, role, source)
+        text = read_text(config, role, source.shape)
         scales = None
         if settings.calibration is not None:
             scales = calibrate(source, scheme, settings, text.calibration, out / SCRATCH, role)
         write_quantized(source, scheme, settings, out, role, scales)
         (out / SCRATCH).unlink(missing_ok=True)
-        log(describe(role, scheme, settings))
+        log(describe(role, scheme, settings, len(text.calibration)))
         if text.held_out:
             write_quality(source, TllmCheckpoint.open(out), settings, text.held_out, role)
 
-    return make_artifact(config.dir_of(role, "quantized"), record, force, make)
+    made = make_artifact(config.dir_of(role, "quantized"), record, force, make)
+    if not made and (report := load_quality(config.dir_of(role, "quantized"))) is not None:
+        check_limits(report, settings, role)  # they may have changed since
+        log(summarize_quality(report, role))
+    return made
 
 
-def read_text(config: PairConfig, role: Role, source: TllmCheckpoint) -> Text:
+def digest_text(config: PairConfig, role: Role) -> dict[str, str]:
+    """Return the digests of the text that a model is calibrated and measured on, and of the tokenizer that reads it."""
+    files = text_files(config.model_of(role).quantize, config.path)
+    digests = {use: digest_files(paths) for use, paths in files.items()}
+    if files:
+        directory = find_model_dir(config.model_of(role), config.path, weights=False)
+        digests["tokenizer"] = digest_files(path for path in directory.glob("tokenizer*.json"))
+    return digests
+
+
+def read_text(config: PairConfig, role: Role, shape: ModelShape) -> Text:
     """Return the sequences that a model is calibrated and measured on."""
     settings = config.model_of(role).quantize
     if not text_files(settings, config.path):
         return Text([], [])
     tokenizer = load_tokenizer(find_model_dir(config.model_of(role), config.path, weights=False))
-    return load_text(settings, config.path, tokenizer, source.shape.vocab)
+    return load_text(settings, config.path, tokenizer, shape)
 
 
 def quantize_parameters(settings: QuantizeConfig) -> dict[str, Any]:
@@ -77,10 +92,10 @@ def quantize_parameters(settings: QuantizeConfig) -> dict[str, Any]:
     grouped = {"group_size": settings.group_size} if find_scheme(settings.scheme).grouped else {}
     calibration = None if settings.calibration is None else settings.calibration.model_dump()
     return {"scheme": settings.scheme, "calibration": calibration, "rounding": settings.rounding,
-            "lm_head": settings.lm_head, "quality": settings.quality.model_dump(), **grouped}  # fmt: skip
+            "lm_head": settings.lm_head, "quality": settings.quality.model_dump(include={"data", "samples"}), **grouped}  # fmt: skip
 
 
-def describe(role: str, scheme: QuantScheme, settings: QuantizeConfig) -> str:
+def describe(role: str, scheme: QuantScheme, settings: QuantizeConfig, sequences: int) -> str:
     """Return the line that says what was quantized, how, and what was left as it is."""
     if scheme.bits == 16:
         return f"{role}: full_prec, nothing quantized"
@@ -91,13 +106,20 @@ def describe(role: str, scheme: QuantScheme, settings: QuantizeConfig) -> str:
         how = "round to nearest" + (" (calibration: null, prequant scales of one)" if scheme.grouped else "")
     else:
         method = "rounded by GPTQ" if settings.rounding == "gptq" else "scales"
-        how = f"{method} calibrated on {calibration.samples} sequences of {calibration.data}"
+        how = f"{method} calibrated on {sequences} sequences of {calibration.data}"
     return f"{role}: {scheme.name} ({scheme.quant_algo}), {scale}, {how}; excluded: {excluded}"
 
 
 def is_linear(name: str, lm_head: bool = False) -> bool:
     """Tell whether a tensor is a linear weight that schemes apply to: those of the layers, and lm_head's where it is asked for."""
     return name.endswith(".weight") and (name.rsplit(".", 1)[0].endswith(LINEARS) or (lm_head and name == "lm_head.weight"))
+
+
+def check_shapes(shape: ModelShape, settings: QuantizeConfig, tp: int, offered: Sequence[int] = GROUPS) -> None:
+    """Raise SpecbuildError for the first weight whose shape the scheme cannot hold."""
+    check_groups(shape, find_scheme(settings.scheme), settings.group_size, tp, offered)
+    if settings.lm_head:
+        check_lm_head(shape, settings, tp)
 
 
 def check_lm_head(shape: ModelShape, settings: QuantizeConfig, tp: int) -> None:
@@ -147,9 +169,7 @@ def write_quantized(
     """
     import torch
 
-    check_groups(source.shape, scheme, settings.group_size, source.config["mapping"]["tp_size"])
-    if settings.lm_head:
-        check_lm_head(source.shape, settings, source.config["mapping"]["tp_size"])
+    check_shapes(source.shape, settings, source.config["mapping"]["tp_size"])
     if scales is None and scheme.needs_calibration:
         raise ConfigError(f"Cannot quantize with scheme {scheme.name!r} without scales. Add `calibration: {{data: builtin}}`.")
     if scales is not None and scheme.recipe is None:

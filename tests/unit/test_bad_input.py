@@ -175,7 +175,10 @@ SETTINGS = {
     "rule": ({"speculation": {"acceptance": "typical"}}, ["'typical'", "exact, rejection"]),
     "drafter": ({"speculation": {"drafter": "medusa"}}, ["'medusa'", "model"]),
     "unknown key": ({"targets": {}}, ["unknown key targets", "Did you mean 'target'?"]),
-    "calibration": ({"target": {"quantize": {"calibration": "c4"}}}, ["target.quantize.calibration is 'c4'", "Expected a mapping with data, samples and max_length, or null"]),
+    "calibration": (
+        {"target": {"quantize": {"calibration": "c4"}}},
+        ["target.quantize.calibration is 'c4'", "Expected a mapping with data, samples and max_length, or null"],
+    ),
     "no such directory": ({"target": {"model": "./nowhere"}}, ["./nowhere", "is not a directory", "relative to"]),
     "revision of a directory": ({"target": {"revision": "main"}}, ["revision 'main'", "local directory"]),
     "max_seq_len": ({"build": {"max_seq_len": 4096}}, ["4096", "512 positions"]),

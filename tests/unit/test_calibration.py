@@ -5,29 +5,35 @@ import copy
 import io
 import json
 import re
+import shutil
+import subprocess
+import sys
 import warnings
+from dataclasses import replace
 
 import gptq_oracle
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specbuild import calibration, decoder
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.calibration import HOLD_OUT, calibrate, load_text, load_texts
 from specbuild.config import CalibrationConfig, QualityConfig, QuantizeConfig, load_config
 from specbuild.convert import run_convert
-from specbuild.errors import ConfigError
+from specbuild.errors import CheckpointError, ConfigError
 from specbuild.quant import SCHEMES
 from specbuild.quant.gptq import round_gptq
 from specbuild.quant.packing import unpack_rows
 from specbuild.quantize import run_quantize
+from specbuild.shape import ModelShape
 
 RECIPES = {"int4_awq": "INT4_AWQ_CFG", "int8_sq": "INT8_SMOOTHQUANT_CFG"}
 PARTS = {"self_attn.q_proj": "attention.qkv", "self_attn.k_proj": "attention.qkv", "self_attn.v_proj": "attention.qkv",
          "self_attn.o_proj": "attention.dense", "mlp.gate_proj": "mlp.fc", "mlp.up_proj": "mlp.gate",
          "mlp.down_proj": "mlp.proj"}  # fmt: skip
+SHAPE = ModelShape("LlamaForCausalLM", 2, 64, 128, 4, 2, 16, 101, 512, 1e4, 1e-5)
 TEXT = "the optional file is read line by line, then closed again; import os, sys"
 
 
@@ -58,7 +64,7 @@ def converted(make_model, write_pair_yaml, tmp_path_factory):
 # --- scales, against modelopt over the whole model
 
 
-def whole_model_scales(directory, recipe, group_size, tokens):
+def whole_model_scales(directory, recipe, group_size, batches):
     """modelopt's own path: transformers' model, quantized whole; q, k and v then share the mean, as its exporter has it."""
     import transformers
 
@@ -72,7 +78,7 @@ def whole_model_scales(directory, recipe, group_size, tokens):
             blocks = (entry.get("cfg") or {}).get("block_sizes")
             if blocks:
                 blocks[-1] = group_size
-        mtq.quantize(model, config, lambda m: [m(torch.tensor([sequence])) for sequence in tokens])
+        mtq.quantize(model, config, lambda m: [m(torch.tensor(batch)) for batch in batches])
     found = {}
     for index, layer in enumerate(model.model.layers):
         for part, name in PARTS.items():
@@ -83,6 +89,7 @@ def whole_model_scales(directory, recipe, group_size, tokens):
     return {name: (torch.stack([s for s, _ in each]).mean(dim=0), each[0][1]) for name, each in found.items()}
 
 
+@pytest.mark.parametrize("together", [1, 6], ids=["a sequence a call", "all in one call"])
 @pytest.mark.parametrize("scheme", RECIPES)
 @pytest.mark.parametrize(
     ("kind", "changes"),
@@ -97,12 +104,17 @@ def whole_model_scales(directory, recipe, group_size, tokens):
     ids=["llama", "llama with biases", "mistral", "qwen2", "qwen3", "gemma2"],
 )
 def test_scales_found_layer_by_layer_are_those_of_modelopt_over_the_whole_model(
-    converted, make_model, tmp_path, monkeypatch, scheme, kind, changes
+    converted, make_model, tmp_path, monkeypatch, scheme, kind, changes, together
 ):
-    """To 1e-3 of each scale: both run in float32, in which the order of sums differs, and AWQ's best exponent is one of eleven."""
-    monkeypatch.setattr(decoder, "CHUNK", 1)  # one sequence a call, as the whole model gets them: AWQ averages over calls
+    """To 1e-3 of each scale: both run in float32, in which the order of sums differs, and AWQ's best exponent is one of eleven.
+
+    Both get the same sequences in the same calls, over which AWQ averages.
+    """
+    monkeypatch.setattr(decoder, "CHUNK", 24 * together)
     tokens = sequences(6, 24)
-    expected = whole_model_scales(make_model(kind, **changes), RECIPES[scheme], 32, tokens)
+    expected = whole_model_scales(
+        make_model(kind, **changes), RECIPES[scheme], 32, [tokens[i : i + together] for i in range(0, 6, together)]
+    )
     found = calibrate(converted(kind, changes.items()), SCHEMES[scheme], settings(scheme), tokens, tmp_path / "scratch", "tiny")
     assert found.keys() == expected.keys()
     for name, (prequant, activation) in expected.items():
@@ -206,6 +218,77 @@ def test_gptq_integers_are_stored_in_the_portable_layout_on_every_rank(make_mode
     assert 0.05 < float((q != nearest).float().mean()) < 0.6  # other integers than rounding, but not wild ones
 
 
+@pytest.mark.parametrize("chunk", [24, 4096], ids=["a sequence a chunk", "one chunk"])
+def test_gptq_of_a_model_uses_the_inputs_that_its_quantized_layers_give(converted, make_model, tmp_path, monkeypatch, chunk):
+    """Layer 1's integers are the oracle's on the inputs that transformers computes behind a quantized layer 0."""
+    import transformers
+
+    monkeypatch.setattr(decoder, "CHUNK", chunk)
+    tokens = sequences(16, 24)
+    found = calibrate(converted(), SCHEMES["int4_awq"], settings(rounding="gptq"), tokens, tmp_path / "scratch", "tiny")
+    model = transformers.AutoModelForCausalLM.from_pretrained(make_model(), dtype=torch.float32)
+    agreement = {}
+    for index, layer in enumerate(model.model.layers):
+        inputs = {part: [] for part in PARTS}
+        handles = [
+            layer.get_submodule(part).register_forward_pre_hook(lambda _, args, part=part, seen=inputs: seen[part].append(args[0][0]))
+            for part in PARTS
+        ]
+        with torch.no_grad():
+            for sequence in tokens:
+                model(torch.tensor([sequence]))
+        for handle in handles:
+            handle.remove()
+        rounded = {name: found[f"transformer.layers.{index}.{name}"].rounded for name in set(PARTS.values())}
+        qkv = [each.split([64, 32, 32]) for each in rounded["attention.qkv"]]
+        for part, name in PARTS.items():
+            which = "qkv".find(part.removeprefix("self_attn.")[0]) if name == "attention.qkv" else None
+            q, scale = rounded[name] if which is None else (qkv[0][which], qkv[1][which])
+            weight = layer.get_submodule(part).weight
+            expected, _ = gptq_oracle.round_columns(weight.detach().numpy(), torch.cat(inputs[part]).numpy(), 32)
+            agreement[index, part] = float((q.numpy() == expected).mean())
+            with torch.no_grad():
+                weight.copy_((q.reshape(*scale.shape, 32) * scale[:, :, None]).reshape(weight.shape))
+    assert min(agreement.values()) > 0.98, agreement
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rounding": "gptq"}, {"calibration": None}, {"group_size": 64}, {"quality": {"samples": 2}}, {"lm_head": True}], ids=str
+)
+def test_any_change_of_the_quantization_makes_the_checkpoint_anew(write_pair_yaml, make_model, tmp_path, changes):
+    section = {"calibration": {"samples": 4, "max_length": 16}, "quality": {"samples": 1}, "group_size": 32}
+    model = str(make_model("llama", vocab_size=128))
+    config = load_config(write_pair_yaml(tmp_path, target={"model": model, "quantize": section}))
+    run_convert(config, "target")
+    assert run_quantize(config, "target")
+    changed = {**section, **changes}
+    assert run_quantize(load_config(write_pair_yaml(tmp_path, target={"model": model, "quantize": changed})), "target")
+
+
+def test_inputs_that_are_always_zero_leave_scales_that_can_be_stored(make_model, tmp_path, write_pair_yaml):
+    source, directory = make_model("llama"), tmp_path / "model"
+    shutil.copytree(source, directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"].zero_()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    for scheme in RECIPES:
+        quantize = {"scheme": scheme, "calibration": {"samples": 4, "max_length": 16}}
+        config = load_config(write_pair_yaml(tmp_path, target={"model": str(directory), "quantize": quantize}))
+        run_convert(config, "target")
+        assert run_quantize(config, "target")
+
+
+def test_shapes_are_refused_before_anything_is_calibrated(converted, write_pair_yaml, make_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("specbuild.quantize.calibrate", None)
+    model = str(make_model("llama", hidden_size=96, intermediate_size=160))
+    for rounding in ("nearest", "gptq"):
+        quantize = {"group_size": 128, "rounding": rounding, "calibration": {"samples": 4}}
+        config = load_config(write_pair_yaml(tmp_path, target={"model": model, "quantize": quantize}))
+        run_convert(config, "target")
+        with pytest.raises(CheckpointError, match="96 input columns per rank are not a multiple of group_size 128"):
+            run_quantize(config, "target")
+
+
 # --- the text
 
 
@@ -222,6 +305,8 @@ def test_text_files_are_read_in_all_their_forms(tmp_path):
 
     assert texts("b.jsonl") == ["one", "two", "three"]
     assert texts(".") == ["four\n\nfive", "one", "two", "three", "six"]
+    (tmp_path / "e.jsonl").write_bytes('\ufeff"seven\u2028and\u0085eight"\r\n"nine"\r\n'.encode())
+    assert texts("e.jsonl") == ["seven\u2028and\u0085eight", "nine"]
     assert len(texts("builtin")) > 100
 
 
@@ -232,6 +317,8 @@ def test_text_files_are_read_in_all_their_forms(tmp_path):
         ({"a.md": "x"}, ".", "is no .jsonl or .txt file, nor a directory of them"),
         ({"a.jsonl": '"fine"\n{"other": 1}'}, "a.jsonl", "line 2 is no JSON string, nor an object with `text`"),
         ({"a.jsonl": "plain words"}, "a.jsonl", "line 1 is no JSON string"),
+        ({"a.jsonl": '"fine"\n"\\ud800 half"'}, "a.jsonl", "line 2 is no JSON string"),
+        ({"a.jsonl": "[" * 200000}, "a.jsonl", "line 1 is no JSON string"),
         ({"a.txt": "too short"}, "a.txt", "holds 1 sequences of 8 to 32 tokens, expected at least 8"),
         ({"a.txt": ""}, "a.txt", "holds 0 sequences"),
         ({"a.txt": b"\xff\xfe\x00"}, "a.txt", "Cannot read text"),
@@ -242,14 +329,14 @@ def test_text_that_cannot_serve_is_refused_in_one_line(tmp_path, tokenizer, file
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     wanted = QuantizeConfig(scheme="int4_awq", calibration=CalibrationConfig(data=data, max_length=32))
     with pytest.raises(ConfigError, match=message) as caught:
-        load_text(wanted, tmp_path / "pair.yaml", tokenizer, 101)
+        load_text(wanted, tmp_path / "pair.yaml", tokenizer, SHAPE)
     assert "\n" not in str(caught.value)
 
 
 def test_a_text_of_other_ids_than_the_model_has_is_refused(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text(TEXT * 20)
     with pytest.raises(ConfigError, match=r"the tokenizer gives id \d+, the model has 50 rows"):
-        load_text(QuantizeConfig(quality=QualityConfig(data="a.txt")), tmp_path / "pair.yaml", tokenizer, 50)
+        load_text(QuantizeConfig(quality=QualityConfig(data="a.txt")), tmp_path / "pair.yaml", tokenizer, replace(SHAPE, vocab=50))
 
 
 def test_every_eighth_sequence_is_held_out_and_never_calibrated_on(tmp_path, tokenizer):
@@ -258,7 +345,7 @@ def test_every_eighth_sequence_is_held_out_and_never_calibrated_on(tmp_path, tok
     wanted = QuantizeConfig(
         scheme="int4_awq", calibration=CalibrationConfig(data="a.jsonl", samples=30, max_length=16), quality=QualityConfig(samples=5)
     )
-    text = load_text(wanted, tmp_path / "pair.yaml", tokenizer, 101)
+    text = load_text(wanted, tmp_path / "pair.yaml", tokenizer, SHAPE)
     assert len(text.calibration) == 30
     assert len(text.held_out) == 5
     assert all(8 <= len(sequence) <= 16 for sequence in [*text.calibration, *text.held_out])
@@ -273,9 +360,59 @@ def test_quality_may_have_a_text_of_its_own(tmp_path, tokenizer):
     wanted = QuantizeConfig(
         scheme="int4_awq", calibration=CalibrationConfig(data="a.txt", max_length=16), quality=QualityConfig(data="b.txt", samples=3)
     )
-    text = load_text(wanted, tmp_path / "pair.yaml", tokenizer, 101)
+    text = load_text(wanted, tmp_path / "pair.yaml", tokenizer, SHAPE)
     assert text.held_out == list(calibration._encode([tmp_path / "b.txt"], tokenizer, 16))[:3]
     assert text.calibration[0] == next(iter(calibration._encode([tmp_path / "a.txt"], tokenizer, 16)))
+
+
+def test_sequences_end_where_the_context_of_the_model_does(tmp_path, tokenizer):
+    text = load_text(QuantizeConfig(), tmp_path / "pair.yaml", tokenizer, replace(SHAPE, max_positions=40))
+    assert max(map(len, text.held_out)) == 40
+
+
+@pytest.mark.parametrize("name", ["a.txt", "./a.txt", "link.txt"])
+def test_a_text_that_is_both_calibrated_and_measured_on_is_shared_out(tmp_path, tokenizer, name):
+    (tmp_path / "a.txt").write_text(" ".join(map(str, range(3000))))
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    wanted = QuantizeConfig(
+        scheme="int4_awq", calibration=CalibrationConfig(data="a.txt", samples=100, max_length=16), quality=QualityConfig(data=name)
+    )
+    text = load_text(wanted, tmp_path / "pair.yaml", tokenizer, SHAPE)
+    assert text.held_out
+    assert not {tuple(each) for each in text.held_out} & {tuple(each) for each in text.calibration}
+
+
+def test_texts_that_share_some_files_are_refused(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text(TEXT * 60)
+    (tmp_path / "b.txt").write_text(TEXT * 60)
+    wanted = QuantizeConfig(scheme="int4_awq", calibration=CalibrationConfig(data="."), quality=QualityConfig(data="a.txt"))
+    with pytest.raises(ConfigError, match=r"the model is calibrated on .*a\.txt too"):
+        load_text(wanted, tmp_path / "pair.yaml", tokenizer, SHAPE)
+
+
+def test_a_long_text_is_read_no_further_than_it_is_needed(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "a.txt").write_text(TEXT * 20000)
+    read = []
+    monkeypatch.setattr(calibration, "load_texts", lambda paths, load=load_texts: (read.append(len(t)) or t for t in load(paths)))
+    load_text(QuantizeConfig(quality=QualityConfig(data="a.txt", samples=2)), tmp_path / "pair.yaml", tokenizer, SHAPE)
+    assert sum(read) < 10 * calibration.PIECE < len(TEXT) * 20000
+
+
+def test_fewer_sequences_than_asked_for_are_said(tmp_path, tokenizer, capsys):
+    (tmp_path / "a.txt").write_text(TEXT * 30)
+    load_text(QuantizeConfig(quality=QualityConfig(data="a.txt", samples=200)), tmp_path / "pair.yaml", tokenizer, SHAPE)
+    assert re.search(r"the text for quality has only \d+ of 200 sequences of up to 512 tokens", capsys.readouterr().err)
+
+
+def test_another_tokenizer_makes_the_checkpoint_anew(write_pair_yaml, make_model, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(make_model("llama"), directory)
+    config = load_config(write_pair_yaml(tmp_path, target={"model": str(directory), "quantize": {"quality": {"samples": 1}}}))
+    run_convert(config, "target")
+    assert run_quantize(config, "target")
+    path = directory / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+    assert run_quantize(config, "target")
 
 
 # --- what the YAML may ask for
@@ -292,12 +429,12 @@ def test_quality_may_have_a_text_of_its_own(tmp_path, tokenizer):
         ({"scheme": "int8_wo", "calibration": {}}, "Cannot calibrate scheme 'int8_wo': it has no scales to find"),
         ({"scheme": "full_prec", "calibration": {"data": "builtin"}}, "Cannot calibrate scheme 'full_prec'"),
         ({"scheme": "int4_wo", "rounding": "gptq", "calibration": {}}, "Cannot round by gptq with scheme 'int4_wo': expected int4_awq"),
-        ({"scheme": "int4_awq", "calibration": {"data": "nowhere"}}, "Cannot calibrate on nowhere: .* is no .jsonl or .txt file"),
+        ({"scheme": "int4_awq", "calibration": {"data": "nowhere"}}, "Cannot use text nowhere: .* is no .jsonl or .txt file"),
         ({"scheme": "int4_awq", "calibration": {"samples": 0}}, "calibration.samples is 0"),
         ({"scheme": "int4_awq", "calibration": {"dta": "x"}}, "unknown key target.quantize.calibration.dta. Did you mean 'data'"),
         ({"scheme": "int4_awq", "rounding": "up"}, "target.quantize.rounding is 'up'"),
         ({"scheme": "int4_awq", "quality": {"min_top1": 2}}, "target.quantize.quality.min_top1 is 2"),
-        ({"scheme": "int4_awq", "quality": {"data": "nowhere", "samples": 1}}, "Cannot calibrate on nowhere"),
+        ({"scheme": "int4_awq", "quality": {"data": "nowhere", "samples": 1}}, "Cannot use text nowhere"),
         ({"scheme": "int4_awq", "quality": {"max_kl": 0.1, "samples": 0}}, "Cannot hold a limit of quality with samples 0"),
     ],
 )
@@ -332,3 +469,40 @@ def test_another_text_makes_the_checkpoint_anew_and_its_digest_is_kept(write_pai
     second = json.loads((config.dir_of("target", "quantized") / "specbuild.json").read_text())
     assert first["inputs"]["calibration"] != second["inputs"]["calibration"]
     assert "scales calibrated on 4 sequences of a.txt" in capsys.readouterr().err
+
+
+# --- memory
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from specbuild.artifacts import TllmCheckpoint
+from specbuild.calibration import calibrate
+from specbuild.config import CalibrationConfig, QuantizeConfig
+from specbuild.quant import SCHEMES
+from specbuild.quantize import write_quantized
+source, out = TllmCheckpoint.open(Path(sys.argv[1])), Path(sys.argv[2])
+settings = QuantizeConfig(scheme="int4_awq", group_size=128, rounding=sys.argv[3], calibration=CalibrationConfig())
+tokens = [[(i * j) % 100 + 1 for i in range(16)] for j in range(1, 5)]
+scales = calibrate(source, SCHEMES["int4_awq"], settings, tokens, out / "scratch", "x")
+write_quantized(source, SCHEMES["int4_awq"], settings, out, "x", scales)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_q_06_calibration_holds_about_a_layer_however_many_there_are(converted, tmp_path, rounding):
+    """Eight more layers of 12 MB each may add what two of them take."""
+    wide = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 101}
+    peaks = {}
+    for layers in (2, 10):
+        source = converted("llama", {**wide, "num_hidden_layers": layers}.items())
+        out = tmp_path / str(layers)
+        out.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, source.directory, out, rounding], capture_output=True, text=True, check=True, timeout=300
+        )
+        peaks[layers] = int(done.stdout)
+    layer = sum(rows * columns for rows, columns in source.shape.linears().values()) * 4
+    assert layer > 10e6
+    assert peaks[10] - peaks[2] < 2 * layer

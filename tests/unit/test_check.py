@@ -5,8 +5,10 @@ import pytest
 
 from specbuild import check
 from specbuild.check import check_names, check_pair
+from specbuild.cli.check_command import format_report
 from specbuild.config import load_config
 from specbuild.errors import CheckpointError, ConfigError, SpecbuildError
+from specbuild.pair_check import Sizes, find_notes
 
 
 @pytest.fixture
@@ -131,3 +133,113 @@ def test_the_group_is_checked_before_the_weights_are_looked_at(check_yaml, monke
     monkeypatch.setattr(check.HFCheckpoint, "open", pytest.fail)
     with pytest.raises(CheckpointError, match="group_size 48"):
         check_yaml(target={"quantize": {"group_size": 48}})
+
+
+# --- how the two tokenizers differ
+
+
+@pytest.fixture
+def draft_with(tmp_path, make_model, tokenizer):
+    """Return make(change, **settings): the small model whose tokenizer.json went through change(values), with a tokenizer_config.json."""
+
+    def make(change=lambda values: None, **settings):
+        directory = shutil.copytree(make_model("llama", seed=1, num_hidden_layers=1, vocab_size=112), tmp_path / "draft")
+        values = json.loads(tokenizer.to_str())
+        change(values)
+        (directory / "tokenizer.json").write_text(json.dumps(values))
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+        return {"model": str(directory)}
+
+    return make
+
+
+def add_token(values, name, index):
+    values["added_tokens"].append(
+        {"id": index, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    )
+
+
+LOWERCASE = {"normalizer": {"type": "Lowercase"}}
+WHOLE_LINES = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+    {"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+]}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "effects"),
+    [
+        (lambda v: None, {"pad_token": "<pad>"}, {"pad_token": "none"}),
+        (lambda v: None, {"pad_token": {"content": "<pad>", "lstrip": False}}, {"pad_token": "none"}),
+        (lambda v: None, {"add_bos_token": False, "bos_token": "<s>"}, {"add_bos_token": "none", "bos_token": "none"}),
+        (lambda v: None, {"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "none"}),
+        (lambda v: None, {"chat_template": "{{ messages }}"}, {"the chat template": "acceptance"}),
+        (lambda v: v.update(decoder=None), {}, {"the decoder": "none"}),
+        (lambda v: v["added_tokens"][0].update(special=False), {}, {"the set of special tokens": "none"}),
+        (lambda v: add_token(v, "<pad>", 101), {}, {"the vocabulary": "none"}),
+        (lambda v: v.update(LOWERCASE), {}, {"the normalizer": "none", "the segmentation": "acceptance"}),
+        (lambda v: v.update(WHOLE_LINES), {}, {"the pre_tokenizer": "none", "the segmentation": "acceptance"}),
+        (
+            lambda v: v["model"].update(merges=v["model"]["merges"][::-1]), {},
+            {"how the tokenizer's model merges": "none", "the segmentation": "acceptance"},
+        ),
+    ],
+)  # fmt: skip
+def test_differences_of_the_draft_s_tokenizer_are_told_by_how_far_they_reach(check_yaml, draft_with, change, settings, effects):
+    report = check_yaml(draft=draft_with(change, **settings))
+    assert {each.what.split(" of ")[0] if "segmentation" in each.what else each.what: each.effect for each in report.differences} == effects
+    assert {"none", "acceptance"} >= {each["effect"] for each in report.to_dict()["differences"]}
+    text = format_report(report)
+    assert text.count("warning: ") == len(effects)
+    assert ("cannot reach the output" in text) == ("none" in effects.values())
+    assert ("may cost acceptance, not the output" in text) == ("acceptance" in effects.values())
+
+
+def test_the_first_place_at_which_a_sample_is_cut_otherwise_is_shown(check_yaml, draft_with):
+    (found,) = [each for each in check_yaml(draft=draft_with(lambda v: v.update(LOWERCASE))).differences if "segmentation" in each.what]
+    assert found.what == "the segmentation of 3 of 5 sample texts, first 'The quick brown fox does' from token 0 on,"
+    assert (found.target[:3], found.draft[:4]) == ("'h'", "'th'")  # T is not among the tokens, t is
+
+
+def test_the_first_three_ids_that_differ_are_named(check_yaml, draft_with):
+    def swap(values):
+        names = sorted(values["model"]["vocab"], key=values["model"]["vocab"].get)
+        values["model"]["vocab"] |= {names[i]: 110 - i for i in range(50, 61)}
+
+    with pytest.raises(ConfigError, match=r"10 token ids differ, first id 50 is .* and .*; id 51 is .* and .*; id 52 is ") as refused:
+        check_yaml(draft=draft_with(swap))
+    assert "id 53 is" not in str(refused.value)
+
+
+def test_an_id_that_the_draft_s_model_has_a_row_for_is_only_a_warning(check_yaml, draft_with, tmp_path):
+    draft = draft_with()
+    shutil.copytree(draft["model"], tmp_path / "target")
+    values = json.loads((tmp_path / "target" / "tokenizer.json").read_text())
+    add_token(values, "<tool>", 101)
+    (tmp_path / "target" / "tokenizer.json").write_text(json.dumps(values))
+    (found,) = check_yaml(target={"model": str(tmp_path / "target")}, draft=draft).differences
+    assert (found.target, found.draft, found.effect) == ("101 '<tool>'", "absent", "acceptance")
+
+
+def test_an_id_beyond_the_draft_s_rows_is_refused(check_yaml, make_model, draft_with, tmp_path):
+    draft = draft_with(lambda values: add_token(values, "<tool>", 101))
+    with pytest.raises(ConfigError, match="ids go up to 101, the draft has 101 rows"):
+        check_yaml(target=draft, draft={"model": str(make_model(seed=1, num_hidden_layers=1))})
+
+
+def test_a_target_whose_files_disagree_about_its_prompts_is_warned_of(check_yaml, draft_with):
+    report = check_yaml(target=draft_with(add_bos_token=True, bos_token="<|end|>"))
+    assert any("asks for '<|end|>' before every prompt" in text and "reaches the output" in text for text in report.warnings)
+
+
+def test_an_end_id_that_the_draft_does_not_know_is_warned_of(check_yaml, draft_with, edited):
+    draft = draft_with()
+    target = edited("generation_config.json", eos_token_id=[0, 101])
+    assert any("never emits end id 101" in text for text in check_yaml(target={"model": target}, draft=draft).warnings)
+
+
+def test_padded_sizes_and_a_tiny_draft_are_notes():
+    target, draft = Sizes(70_000_000_000, 4096, 152064, (1,)), Sizes(30_000_000, 4096, 151936, (1,))
+    first, second = find_notes(target, draft, 151665)
+    assert "padded to 152064 and 151936 rows for 151665 token ids" in first
+    assert "2,333 times smaller" in second
+    assert list(find_notes(target, target, 151665)) == []

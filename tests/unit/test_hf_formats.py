@@ -392,6 +392,46 @@ def test_a_row_further_from_its_range_is_refused(convert, write, tmp_path):
     assert_refused(convert, tmp_path, model, INT8, ["row 0 reach 0 to 125", "-128 to 127", OFFER])
 
 
+@pytest.mark.parametrize("limit", [{"max_kl": 0.1}, {"min_top1": 0.9}], ids=str)
+def test_limits_of_quality_are_refused_where_nothing_can_be_measured(convert, write, limit):
+    with pytest.raises(ConfigError, match=rf"Cannot use quality\.{next(iter(limit))} for .*: it is already quantized"):
+        convert(write(packed_writers.write_gptq).directory, {**INT4, "quality": {"samples": 2, **limit}})
+
+
+def test_biases_that_add_nothing_are_left_out_and_others_refused(convert, write):
+    directory = write(packed_writers.write_gptq).directory
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.bias"] = torch.zeros(64, dtype=torch.float16)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    assert not any("bias" in name for name in load_file(convert(directory) / "rank0.safetensors"))
+    tensors["model.layers.0.mlp.down_proj.bias"][3] = 1
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"unexpected tensor model\.layers\.0\.mlp\.down_proj\.bias"):
+        convert(directory)
+
+
+def test_a_gptq_zero_point_of_zero_is_stored_as_all_ones():
+    from specbuild.hf_formats import gptq
+
+    packing = gptq.read_config({"bits": 4, "group_size": 32, "checkpoint_format": "gptq"})
+
+    class Words:
+        def load(self):
+            return torch.full((1, 1), -1, dtype=torch.int32)
+
+    assert gptq._zeros({"qzeros": Words()}, packing).unique().tolist() == [0]
+
+
+def test_a_checkpoint_that_was_expanded_is_not_quantized_as_one_that_was_kept(convert, write, write_pair_yaml, tmp_path):
+    from specbuild.quantize import run_quantize
+
+    directory = write(packed_writers.write_gptq).directory
+    convert(directory, INT4, dequantize=True)
+    config = load_config(write_pair_yaml(tmp_path, target={"model": str(directory), "dtype": "float16", "quantize": INT4}))
+    with pytest.raises(ConfigError, match=r"it was made for dequantize True, .* says False"):
+        run_quantize(config, "target")
+
+
 def test_a_row_of_zeros_stays_one(convert, write):
     def change(layers):
         to_ends(layers)

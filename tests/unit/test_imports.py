@@ -17,10 +17,10 @@ BASE = {"artifacts", "config", "shape", "picklefile", "tensorfile", "tllm_config
 MAY_USE_SPEC = {"compilers", "triton"}
 OWNERS = {
     "torch": {"tensorfile", "picklefile", "ranks", "hf_formats", "packed", "convert", "quantize", "quant", "compilers",
-              "decoder", "calibration", "quality", "acceptance"},
+              "decoder", "calibration", "quality", "acceptance", "dequantized", "verify_transformers"},
     "modelopt": {"quant"},
-    "matplotlib": {"quality"},
-    "transformers": {"compilers"},
+    "matplotlib": {"bench_report", "quality", "planning"},
+    "transformers": {"compilers", "dequantized", "verify_transformers"},
     "onnx": {"compilers"},
     "onnxruntime": {"compilers"},
     "tritonclient": {"triton"},

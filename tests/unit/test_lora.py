@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_the_record_has_the_key_only_when_it_is_set_and_the_adapters_files(make_
 
     write_adapter(tmp_path / "adapter")
     plain, with_adapter = record(), record(merge_lora="adapter")
-    assert set(plain["parameters"]) == {"model", "revision", "dtype", "tp", "pp"}
+    assert set(plain["parameters"]) == {"model", "revision", "dtype", "tp", "pp", "dequantize"}
     assert set(plain["inputs"]) == {"model"}
     assert with_adapter["parameters"]["merge_lora"] == "adapter"
     assert set(with_adapter["inputs"]) == {"model", "adapter"}
@@ -214,3 +215,17 @@ def test_an_expanded_model_takes_an_adapter(merged, make_model, tmp_path):
     write_adapter(tmp_path / "adapter", tensors)
     settings = {"model": str(written.directory), "dequantize": True}
     assert_merged(merged(**settings), merged(merge_lora=None, **settings), tensors, {Q: 2.0, DOWN: 2.0})
+
+
+def test_an_adapter_of_a_tied_lm_head_is_refused(make_model, write_pair_yaml, tmp_path):
+    """The file may hold an lm_head that the model does not use."""
+    directory = tmp_path / "tied"
+    shutil.copytree(make_model("llama", tie_word_embeddings=True), directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    tensors = {"base_model.model.lm_head.lora_A.weight": torch.randn(4, 64), "base_model.model.lm_head.lora_B.weight": torch.randn(101, 4)}
+    write_adapter(tmp_path / "adapter", tensors, r=4)
+    config = load_config(write_pair_yaml(tmp_path, target={"model": str(directory), "merge_lora": "adapter"}))
+    with pytest.raises(CheckpointError, match=r"it changes lm_head\.weight, which a tied model does not have"):
+        run_convert(config, "target")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -65,7 +66,8 @@ def dequantized(config, scheme, layers):
 
 
 def held_out(config):
-    return load_text(config.target.quantize, config.path, load_tokenizer(config.path.parent / config.target.model), 101).held_out
+    shape = TllmCheckpoint.open(config.dir_of("target", "quantized")).shape
+    return load_text(config.target.quantize, config.path, load_tokenizer(config.path.parent / config.target.model), shape).held_out
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,31 @@ def test_the_table_is_that_of_the_logits_of_transformers(quantized, scheme, cali
     assert report.perplexity_after == pytest.approx(math.exp(nll[1] / predicted), rel=1e-3)
     assert report.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-2)
     assert report.top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=2 / report.tokens)
+
+
+def test_the_divergence_is_of_the_quantized_from_the_unquantized(quantized, outlier):
+    """A model that lost much: the divergence the other way round is another number."""
+    config = quantized({"scheme": "int4_wo", "quality": {"samples": 4}}, model=str(outlier))
+    sequences = held_out(config)
+    before, after = (torch.cat(hf_logits(outlier, sequences, w)).log_softmax(-1) for w in (None, dequantized(config, "int4_wo", 2)))
+    forward, backward = (float((a.exp() * (a - b)).sum(-1).mean()) for a, b in ((before, after), (after, before)))
+    assert abs(forward - backward) > 0.015 * forward
+    assert load_quality(config.dir_of("target", "quantized")).kl == pytest.approx(forward, rel=3e-3)
+
+
+def test_a_perplexity_beyond_all_numbers_is_still_json(quantized, make_model, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(make_model("llama"), directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"] *= 3000
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = quantized({"scheme": "int8_wo", "quality": {"samples": 2}}, model=str(directory))
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    values = json.loads((config.dir_of("target", "quantized") / "quality.json").read_text(), parse_constant=refuse)
+    assert values["perplexity_before"] > 1e100
 
 
 def test_the_error_of_a_layer_is_that_of_its_output_alone(quantized):
@@ -188,6 +215,25 @@ def test_limits_that_are_met_pass_without_a_warning(quantized, capsys):
     config = quantized({"scheme": "int8_wo", "quality": {"max_kl": 0.5, "min_top1": 0.5, "samples": 4}})
     assert load_quality(config.dir_of("target", "quantized")) is not None
     assert "warning" not in capsys.readouterr().err
+
+
+def test_a_changed_limit_is_held_without_quantizing_again(quantized):
+    section = {"scheme": "int8_wo", "quality": {"samples": 4, "max_kl": 0.5}}
+    path = quantized(section).dir_of("target", "quantized") / "specbuild.json"
+    made = path.stat().st_mtime_ns
+    quantized({"scheme": "int8_wo", "quality": {"samples": 4, "max_kl": 0.4}})
+    with pytest.raises(CheckpointError, match="expected at most 1e-09"):
+        quantized({"scheme": "int8_wo", "quality": {"samples": 4, "max_kl": 1e-9}})
+    assert path.stat().st_mtime_ns == made
+
+
+def test_an_engine_is_not_built_of_a_checkpoint_that_misses_a_limit(quantized, cli):
+    path = quantized({"scheme": "int8_wo", "quality": {"samples": 4}}).path
+    path.write_text(path.read_text().replace("samples: 4", "samples: 4\n      max_kl: 1.0e-09"))
+    assert load_config(path).target.quantize.quality.max_kl == 1e-9
+    code, _, err = cli("build", path, "--only", "target")
+    assert code == 1
+    assert "Cannot accept the quantized target: KL is" in err
 
 
 def test_nothing_is_measured_where_no_samples_are_asked_for(quantized):

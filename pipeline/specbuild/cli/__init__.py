@@ -13,6 +13,7 @@ from specbuild.errors import SpecbuildError
 # One row a command: its module is specbuild.cli.<name>_command; the text is what `specbuild --help` shows.
 COMMANDS = {
     "check": "Check a pair without reading weights.",
+    "plan": "Plan memory and draft length before building.",
     "convert": "Convert both models to TensorRT-LLM checkpoints.",
     "quantize": "Quantize both checkpoints.",
     "build": "Build both engines.",
@@ -20,6 +21,7 @@ COMMANDS = {
     "run": "Run all stages in order, then a short verify.",
     "generate": "Generate in this process, on the built engines.",
     "verify": "Compare speculative with plain decoding.",
+    "bench": "Measure speculative against plain decoding.",
     "serve": "Serve the repository with Triton.",
     "call": "Stream an answer from a running server.",
 }

@@ -32,7 +32,8 @@ def format_report(report: PairReport) -> str:
     rows = [("", "target", "draft")] + [(name, _show(report.target, name), _show(report.draft, name)) for name in vars(report.target)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *(f"warning: {text}" for text in report.warnings), "The pair fits together."])
+    remarks = [f"warning: {text}" for text in (*report.warnings, *report.differences)] + [f"note: {text}" for text in report.notes]
+    return "\n".join([*lines, *remarks, "The pair fits together."])
 
 
 def _show(report: ModelReport, name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from specbuild.errors import CheckpointError
 from specbuild.hf_formats import awq, compressed_tensors, gptq
-from specbuild.hf_formats.lora import find_adapter_files, merge_lora, read_adapter_config
+from specbuild.hf_formats.lora import MergedWeight, find_adapter_files, merge_lora, read_adapter_config
 from specbuild.hf_formats.packing import PackedCheckpoint, PackedWeight, Packing, open_packed, plain_config
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
@@ -15,8 +15,8 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
 }
 
 __all__ = [
-    "FORMATS", "PackedCheckpoint", "PackedWeight", "Packing", "find_adapter_files", "find_packing", "merge_lora", "open_packed",
-    "plain_config", "read_adapter_config",
+    "FORMATS", "MergedWeight", "PackedCheckpoint", "PackedWeight", "Packing", "find_adapter_files", "find_packing", "merge_lora",
+    "open_packed", "plain_config", "read_adapter_config",
 ]  # fmt: skip
 
 

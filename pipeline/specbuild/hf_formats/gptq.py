@@ -45,7 +45,9 @@ def _codes(parts: Parts, packing: Packing) -> torch.Tensor:
 
 
 def _zeros(parts: Parts, packing: Packing) -> torch.Tensor:
-    return unpack_bits(parts["qzeros"].load(), packing.bits).t().short() + packing.stored_less
+    stored = unpack_bits(parts["qzeros"].load(), packing.bits).t().short()
+    zeros: torch.Tensor = (stored + packing.stored_less) & (2**packing.bits - 1)  # zero less one is stored as all ones
+    return zeros
 
 
 def _scales(parts: Parts) -> torch.Tensor:

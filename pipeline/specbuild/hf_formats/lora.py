@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbuild.artifacts import HFCheckpoint, load_json, read_weight_file
 from specbuild.errors import CheckpointError
+from specbuild.progress import log
 from specbuild.tensorfile import FLOATS, LoadableTensor
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def merge_lora(source: HFCheckpoint, directory: Path) -> HFCheckpoint:
         pairs.setdefault(module, {})[kind[0]] = tensor
     if not pairs:
         raise CheckpointError(f"Cannot merge adapter {directory}: {weights_path.name} holds no tensors. Train it first.")
+    if (base := config.get("base_model_name_or_path")) is not None:
+        log(f"merging adapter {directory}, trained on {base}, into {source.directory}")
     merged = {f"{module}.weight": _merge(source, directory, config, module, pair) for module, pair in pairs.items()}
     return replace(source, entries={**source.entries, **merged})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
 from collections.abc import Callable
@@ -37,8 +38,11 @@ def find_scales(
         if isinstance(module, torch.nn.Linear):
             quantizer: Any = module.input_quantizer
             amax = quantizer.amax if quantizer.is_enabled else None
-            activation = None if amax is None else (amax.float().reshape(1) / 127).cpu()
+            activation = None if amax is None else amax.float().reshape(1).cpu() / 127
+            if activation is not None and not activation.any():
+                activation = torch.ones(1)  # inputs that are always zero: any scale holds them
             scales[name] = LinearScales(quantizer._pre_quant_scale.float().reshape(-1).cpu(), activation)
+    gc.collect()  # what modelopt makes of a layer refers to itself: it would stay until some later collection
     return scales
 
 

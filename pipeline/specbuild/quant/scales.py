@@ -112,8 +112,8 @@ def check_scales(scales: Scales, shape: ModelShape, dtype: torch.dtype, activati
             cast = None if values is None else (values.to(dtype) if kind == "prequant" else values)
             if cast is not None and not bool(((cast > 0) & cast.isfinite()).all()):
                 raise CheckpointError(
-                    f"Cannot use these scales: a {kind} scale of {name} is zero, negative or not finite as {dtype}. Calibrate again, "
-                    "or use another dtype."
+                    f"Cannot use these scales: the {kind} scale of {name} is somewhere zero, negative or not finite as "
+                    f"{str(dtype).removeprefix('torch.')}. Calibrate again, or use another dtype."
                 )
     if activations:
         _check_shared(scales, shape.layers)

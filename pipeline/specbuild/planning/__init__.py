@@ -1,0 +1,1 @@
+"""The planner's own parts: formulas, hardware, memory, speed, measurements and the picture. Nothing else imports them."""
