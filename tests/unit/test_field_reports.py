@@ -168,6 +168,53 @@ def test_c_03_llama3_rope_scaling_holds_past_the_original_positions(make, make_m
     assert_logits(config, model, tokens)
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "linear", "factor": 4.0},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ],
+    ids=["linear, old key", "linear", "yarn"],
+)
+def test_c_04_rope_scaling_is_honoured_in_both_spellings(make, make_model, scaling):
+    model, tokens = make_model(rope_scaling=scaling), random_tokens(100)
+    assert np.abs(hf_logits(model, tokens) - hf_logits(make_model(), tokens)).max() > 0.1  # the scaling matters
+    assert_logits(make(model), model, tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "name"),
+    [
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        (
+            "phi3",
+            {
+                "pad_token_id": None,
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+            },
+            "longrope",
+        ),
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_c_04_rope_scaling_that_follows_the_length_is_refused_by_name(cli, tmp_path, make_model, write_pair_yaml, kind, config, name):
+    path = write_pair_yaml(tmp_path, target={"model": str(make_model(kind, **config)), "quantize": {"scheme": "full_prec"}})
+    code, _, err = cli("check", path)
+    assert code == 1
+    assert f"rotary scaling is '{name}'" in err
+
+
+def test_c_16_a_head_size_without_kernels_is_refused_for_tensorrt_and_runs_on_the_cpu(cli, tmp_path, make, make_model, write_pair_yaml):
+    model = make_model(hidden_size=40, num_attention_heads=4)
+    section = {"model": str(model), "quantize": {"scheme": "full_prec"}}
+    code, _, err = cli("check", write_pair_yaml(tmp_path, target=section, build={"compiler": "tensorrt"}))
+    assert code == 1
+    assert "head size 10 has no attention kernels" in err
+    assert_logits(make(model), model, random_tokens(30))
+
+
 def enlarge_biases(tensors):
     for name, tensor in tensors.items():
         if name.endswith("proj.bias"):
