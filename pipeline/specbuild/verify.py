@@ -79,7 +79,7 @@ class Report:
     self_draft_acceptance: float | None  # None: nothing could be drafted
     acceptance: float
     acceptance_by_draft_len: dict[int, float]
-    acceptance_by_position: tuple[float, ...]  # the share of rounds that accepted the first, second, ... drafted token
+    position_rates: tuple[float, ...]  # the share of rounds that accepted the first, second, ... drafted token
     rounds: int
     drafted: int
     accepted: int
@@ -174,7 +174,7 @@ def make_report(
         prompts=prompts, max_tokens=max_tokens, draft_lens=tuple(stats), identical=prompts - len(wrong) - len(close), near_ties=len(close),
         mismatches=len(wrong), self_draft_acceptance=own.acceptance_rate if own.drafted else None, acceptance=packaged.acceptance_rate,
         acceptance_by_draft_len={length: s.acceptance_rate for length, s in stats.items()},
-        acceptance_by_position=tuple(packaged.position_rates) if packaged.rounds else (),
+        position_rates=tuple(packaged.position_rates) if packaged.rounds else (),
         rounds=packaged.rounds, drafted=packaged.drafted, accepted=packaged.accepted,
         tokens_per_round=packaged.tokens / max(1, packaged.rounds), divergences=tuple(divergences), warnings=find_warnings(packaged),
     )  # fmt: skip
@@ -249,7 +249,7 @@ def format_report(report: Report) -> str:
         f"mismatches             {report.mismatches}",
         f"self-draft acceptance  {own}" if report.url is None else f"served by              {report.url}",
         f"acceptance             {report.acceptance:.4f} ({by_length})",
-        f"  by position          {', '.join(f'{rate:.3f}' for rate in report.acceptance_by_position)} ({counts})",
+        f"  by position          {', '.join(f'{rate:.3f}' for rate in report.position_rates)} ({counts})",
         f"tokens per round       {report.tokens_per_round:.2f}",
     ]
     if report.url is not None:

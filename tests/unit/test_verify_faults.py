@@ -203,7 +203,7 @@ def test_every_length_from_1_to_8_is_compared_and_positions_add_up(tokenizer):
     report = run_verify(make_pair(tokenizer), PROMPTS, 32, range(1, 9))
     assert report.draft_lens == tuple(range(1, 9))
     assert report.identical == 3
-    assert sum(report.acceptance_by_position) == pytest.approx(report.accepted / report.rounds)
-    assert list(report.acceptance_by_position) == sorted(report.acceptance_by_position, reverse=True)
-    assert len(report.to_dict()["acceptance_by_position"]) == 4
+    assert sum(report.position_rates) == pytest.approx(report.accepted / report.rounds)
+    assert list(report.position_rates) == sorted(report.position_rates, reverse=True)
+    assert len(report.to_dict()["position_rates"]) == 4
     assert f"({report.accepted} of {report.drafted} drafted, {report.rounds} rounds)" in format_report(report)

@@ -60,7 +60,7 @@ def spoil(tokens, draft_len, position):
 def test_a_sound_server_gives_the_report_of_one_process(serve, pair, texts):
     serve()
     served, here = run_served(URL, texts, 24, (1, 4), 4, pair), run_verify(pair, texts, 24, (1, 4))
-    names = ("identical", "near_ties", "mismatches", "acceptance_by_draft_len", "acceptance_by_position", "drafted", "accepted", "rounds")
+    names = ("identical", "near_ties", "mismatches", "acceptance_by_draft_len", "position_rates", "drafted", "accepted", "rounds")
     assert {name: getattr(served, name) for name in names} == {name: getattr(here, name) for name in names}
     assert (served.url, served.served_differently, served.passed) == (URL, 0, True)
     assert "plain, in this process identical" in format_report(served)

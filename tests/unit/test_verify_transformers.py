@@ -108,7 +108,7 @@ def test_the_command_runs_every_comparison_and_exits_by_all_of_them(cli, tmp_pat
     assert code == 0
     assert report["draft_lens"] == list(range(1, 9))
     assert (report["passed"], report["sampling"]["passed"], report["transformers"]["passed"]) == (True, True, True)
-    assert len(report["acceptance_by_position"]) == 4
+    assert len(report["position_rates"]) == 4
     monkeypatch.setitem(RULES, "rejection", lambda target, tokens, *_: (len(tokens), int(target[-1].argmax())))
     code, out, _ = cli(*arguments)
     assert code == 1

@@ -5,7 +5,6 @@ The acceptance is the first of these keys that is there:
   acceptance_by_position   [a_1, a_2, ...]: share of the rounds that accept token i, of those that accepted all before it (`bench`)
   position_rates           [r_1, r_2, ...]: share of all rounds that accept token i (vLLM's and `SpecStats`' way of counting)
   acceptance               alpha, one number
-`verify` writes shares of all rounds under acceptance_by_position; its rates by draft length come first for that reason too.
 Optional, and used at one batch in place of the roofline:
   c                        time of a draft step over a target step; 0 where a look-up drafts
   v                        {"1": 1.0, "2": 1.1, ...}: time of a target pass over n tokens, over one token
