@@ -18,7 +18,7 @@ from specbuild.config import QuantizeConfig
 from specbuild.errors import ConfigError
 from specbuild.progress import bar, log
 from specbuild.provenance import find_version
-from specbuild.quant import LinearScales, QuantScheme, RoundedScales, Scales, find_scheme, plan_rounded
+from specbuild.quant import Levels, LinearScales, QuantScheme, RoundedScales, Scales, find_scheme, plan_rounded
 from specbuild.shape import ModelShape
 from specbuild.tensorfile import TensorWriter
 
@@ -81,7 +81,10 @@ def find_text_files(data: str, yaml_path: Path) -> list[Path]:
 
 
 def text_files(settings: QuantizeConfig, yaml_path: Path) -> dict[str, list[Path]]:
-    """Return the files that a quantization reads, by what for; raise ConfigError for two texts that share some files but not all."""
+    """Return the files that a quantization reads, by what for: one list twice where both uses have the same files, by whatever name.
+
+    Raise ConfigError for two texts that share some files but not all.
+    """
     files = {}
     if settings.calibration is not None:
         files["calibration"] = find_text_files(settings.calibration.data, yaml_path)
@@ -89,7 +92,9 @@ def text_files(settings: QuantizeConfig, yaml_path: Path) -> dict[str, list[Path
         shared = BUILTIN if settings.calibration is None else settings.calibration.data
         files["quality"] = find_text_files(settings.quality.data or shared, yaml_path)
     one, other = ({path.resolve() for path in files.get(use, [])} for use in ("calibration", "quality"))
-    if one & other and one != other:
+    if one and one == other:
+        files["quality"] = files["calibration"]
+    elif one & other:
         raise ConfigError(
             f"Cannot measure quality on {settings.quality.data}: the model is calibrated on {sorted(one & other)[0]} too. Give a text of "
             "its own, or remove quality.data: a part of the calibration's text is held out then."
@@ -125,8 +130,7 @@ def load_text(settings: QuantizeConfig, yaml_path: Path, tokenizer: Tokenizer, s
     files, calibration, quality = text_files(settings, yaml_path), settings.calibration, settings.quality
     length = min(shape.context, DEFAULT_LENGTH if calibration is None else calibration.max_length)
     wanted = {"calibration": 0 if calibration is None else calibration.samples, "quality": quality.samples}
-    one, other = ({path.resolve() for path in files.get(use, [])} for use in ("calibration", "quality"))
-    if "quality" in files and (quality.data is None or one == other):
+    if "quality" in files and (quality.data is None or files["quality"] is files.get("calibration")):
         enough = max(wanted["quality"] * HOLD_OUT, wanted["calibration"] * HOLD_OUT // (HOLD_OUT - 1) + 1)
         sequences = _take(files["quality"], tokenizer, length, enough, shape.vocab, HOLD_OUT)
         rest = [sequence for index, sequence in enumerate(sequences, 1) if index % HOLD_OUT]
@@ -231,7 +235,7 @@ def _round_layer(layer: DecoderLayer, chunks: Sequence[Chunk], group_size: int, 
     for name, module in linears.items():
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         q, scale = round_gptq(weight, grams[name], group_size)
-        weight.copy_((q.reshape(*scale.shape, group_size) * scale[:, :, None]).reshape(weight.shape))
+        weight.copy_(Levels(q, scale, None, 4).weight())
         part = LINEARS[name]
         writer.write_rows(f"{prefix}{part}.q", rows[part], q.cpu())
         writer.write_rows(f"{prefix}{part}.scale", rows[part], scale.cpu())

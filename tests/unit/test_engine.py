@@ -14,6 +14,7 @@ import torch
 from onnx import TensorProto, helper
 from onnx import save_model as save_onnx
 from safetensors.torch import save_file
+from same_bits import assert_same_bits
 
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.build import run_build
@@ -331,15 +332,7 @@ def test_integer_activations_are_rounded_and_multiplied_by_the_rule(make_smoothq
 def test_integer_activations_give_the_same_bits_in_every_pass_and_batch(make_smoothquant, changes):
     tokens = random_tokens(140)
     engine, _ = make_smoothquant("llama", tokens[:12], **changes)
-    expected = OrtRunner(engine, max_slots=1).logits(tokens, 140)
-    for widths in ([1] * 140, [5] * 28, [3, 1, 64, 9, 1, 1, 50, 2, 9], [127, 1, 1, 11]):
-        runner, end = OrtRunner(engine, max_slots=1), 0
-        for width in widths:
-            end += width
-            assert np.array_equal(runner.logits(tokens[:end], width), expected[end - width : end]), widths
-    requests = [(tokens[:length], n) for length, n in ((7, 2), (1, 1), (30, 5), (140, 3))]
-    for found, (sequence, n) in zip(OrtRunner(engine, max_slots=4).logits_batch(requests), requests, strict=True):
-        assert np.array_equal(found, expected[len(sequence) - n : len(sequence)])
+    assert_same_bits(lambda slots: OrtRunner(engine, max_slots=slots), tokens)
 
 
 EXTREMES = {

@@ -8,6 +8,7 @@ import pytest
 import tllm_forward
 import torch
 from safetensors.torch import load_file
+from same_bits import assert_same_bits
 
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.build import run_build
@@ -197,15 +198,7 @@ def test_any_split_of_a_sequence_into_passes_gives_the_same_bits(make_engine, na
     kind, changes = CASES[name]
     engine = make_engine(kind, {**changes, **HEADS[heads]}, scheme)
     tokens = random_tokens(140)  # over the first growth of the cache, at 128
-    expected = OrtRunner(engine, max_slots=1).logits(tokens, 140)
-    for widths in ([1] * 140, [2] * 70, [5] * 28, [3, 1, 64, 9, 1, 1, 50, 2, 9], [127, 1, 1, 11]):
-        runner, end = OrtRunner(engine, max_slots=1), 0
-        for width in widths:
-            end += width
-            assert np.array_equal(runner.logits(tokens[:end], width), expected[end - width : end]), widths
-    requests = [(tokens[:length], n) for length, n in ((7, 2), (1, 1), (30, 5), (140, 3))]
-    for found, (sequence, n) in zip(OrtRunner(engine, max_slots=4).logits_batch(requests), requests, strict=True):
-        assert np.array_equal(found, expected[len(sequence) - n : len(sequence)])
+    assert_same_bits(lambda slots: OrtRunner(engine, max_slots=slots), tokens)
 
 
 @pytest.mark.parametrize(
