@@ -23,7 +23,7 @@ from specbuild.artifacts import TllmCheckpoint
 from specbuild.compilers import Limits, Runner, find_compiler
 from specbuild.provenance import find_version
 
-WIDTHS = (1, 2, 3, 5, 9)
+WIDTHS = (1, 2, 3, 4, 5, 6, 9)
 PAST = 80
 KERNELS = ("width-independent", "fast")
 

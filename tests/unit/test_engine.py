@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import rounding_oracle
@@ -20,12 +21,13 @@ from specbuild.artifacts import TllmCheckpoint
 from specbuild.build import run_build
 from specbuild.compilers import find_compiler, onnx_cpu
 from specbuild.compilers.compiler import Limits
+from specbuild.compilers.linear import Linear, join_outputs
 from specbuild.compilers.onnx_graph import OPSET, GraphBuilder
 from specbuild.compilers.ort_runner import OrtRunner
 from specbuild.config import QuantizeConfig, load_config
 from specbuild.convert import run_convert
 from specbuild.errors import ConfigError, EngineError
-from specbuild.quant import LinearScales, find_scheme
+from specbuild.quant import Levels, LinearScales, find_scheme
 from specbuild.quantize import run_quantize, write_quantized
 from specbuild.shape import ModelShape
 from specbuild.tensorfile import read_header
@@ -60,6 +62,10 @@ class Built:
     engine: Path
     model: Path
     scheme: str
+
+    @property
+    def block(self):
+        return json.loads((self.engine / "config.json").read_text())["specbuild"]["block_size"]
 
     def open(self, **settings):
         return OrtRunner(self.engine, **settings)
@@ -156,7 +162,7 @@ def test_logits_are_those_of_a_pytorch_forward_with_the_dequantized_weights(make
 def test_activations_rounded_alike_leave_nothing_but_ties(make_engine, scheme, kind, changes):
     built = make_engine(scheme, kind, **changes)
     tokens = random_tokens(20)
-    expected = oracle_logits(built, tokens, block=32)
+    expected = oracle_logits(built, tokens, block=built.block)
     found = built.open().logits(tokens, 20)
     assert error(found, expected) < ROUNDED_TOLERANCE
     assert min(error(found[i], expected[i]) for i in range(20)) < EXACT  # positions that no tie has reached
@@ -276,10 +282,36 @@ def test_sequences_that_grow_in_a_batch_keep_the_bits_they_have_alone(make_engin
             assert np.array_equal(found[i], expected[i][end + i - 3 : end + i])
 
 
-def test_fast_engines_say_so_in_their_config(make_engine):
-    for kernels, block in (("fast", 128), ("width-independent", 32)):
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("scheme", ["int8_wo", "int4_awq"])
+@pytest.mark.parametrize(("group_size", "kv_heads"), [(64, 4), (128, 2)])
+def test_blocks_of_any_size_give_the_same_bits_in_every_pass_and_batch(make_engine, scheme, group_size, kv_heads):
+    built = make_engine(scheme, group_size=group_size, num_key_value_heads=kv_heads, **WIDE)
+    assert built.block == (group_size if scheme == "int4_awq" else 128)
+    assert_same_bits(lambda slots: built.open(max_slots=slots), random_tokens(140))
+
+
+def test_engines_say_in_their_config_which_kernels_they_run_with(make_engine):
+    for kernels in ("fast", "width-independent"):
         config = json.loads((make_engine("int8_wo", kernels=kernels).engine / "config.json").read_text())
-        assert (config["specbuild"]["kernels"], config["specbuild"]["block_size"]) == (kernels, block)
+        assert config["specbuild"]["kernels"] == kernels
+
+
+@pytest.mark.parametrize(("biases", "products"), [(False, 8), (True, 8)])
+def test_gate_and_up_are_one_product(make_engine, biases, products):
+    built = make_engine("int4_awq", mlp_bias=biases)
+    nodes = onnx.load(built.engine / "model.onnx", load_external_data=False).graph.node
+    assert sum(node.op_type == "MatMulNBits" for node in nodes) == products  # of two layers: qkv, dense, both, proj
+
+
+def test_gate_and_up_that_treat_their_input_differently_stay_two_products():
+    q, scale, ones = torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), torch.ones(8)
+    same, other = Levels(q, scale, ones, 4), Levels(q, scale, ones * 2, 4)
+    assert join_outputs([Linear(same, None), Linear(same, None)]).rows == 8
+    assert join_outputs([Linear(same, None), Linear(other, None)]) is None
+    assert join_outputs([Linear(same, None), Linear(same, torch.ones(4))]) is None
 
 
 # --- integer activations

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from specbuild import __version__
 from specbuild.artifacts import Engine, TllmCheckpoint
 from specbuild.compilers.compiler import Limits, Runner
+from specbuild.compilers.graph_interface import GRAPH
 from specbuild.config import PairConfig, Role
 from specbuild.errors import EngineError
 from specbuild.progress import bar
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
 PACKAGES = ("onnx", "onnxruntime", "torch")
 GROUPS = (128, 64, 32)  # and any other multiple of 32
 LIMITS = ("max_batch_size", "max_seq_len", "max_draft_len", "kernels")
-# Blocks of 32 columns, with at least two rows in every product (see OrtRunner), give bit-equal logits at any width, batch and
-# cache capacity; blocks of 128 read weights faster. scripts/bench_kernels.py measures both.
-BLOCK = {"width-independent": 32, "fast": 128}
+BLOCK = 128  # columns that share a scale, and whose activations are rounded together: wider ones are faster
 
 
 def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: int) -> None:
@@ -61,8 +60,8 @@ def check_pair(config: PairConfig, shapes: Mapping[Role, ModelShape]) -> None:
 
 
 def check_machine(scheme: QuantScheme) -> Mapping[str, str]:  # noqa: ARG001
-    """Return nothing: these engines run on any machine."""
-    return {}
+    """Return the version of the graph: these engines run on any machine, with the runner that knows it."""
+    return {"graph": str(GRAPH)}
 
 
 def check_serving(engine: Engine) -> None:
@@ -81,7 +80,7 @@ def build(checkpoint: TllmCheckpoint, limits: Limits, out: Path, label: str) -> 
     shape = checkpoint.shape
     quantization = checkpoint.config["quantization"]
     scheme = scheme_of_algo(quantization["quant_algo"])
-    block = math.gcd(BLOCK[limits.kernels], quantization["group_size"]) if scheme.grouped else BLOCK[limits.kernels]
+    block = math.gcd(BLOCK, quantization["group_size"]) if scheme.grouped else BLOCK
     with GraphBuilder(out, shape, checkpoint.entries(), scheme, block, limits) as builder:
         _add_decoder(builder, shape, includes_lm_head(quantization), label)
         builder.save()
@@ -104,7 +103,7 @@ def engine_config(checkpoint: TllmCheckpoint, limits: Limits, block: int) -> dic
         "kv_cache_type": "CONTINUOUS", "gather_context_logits": False, "gather_generation_logits": True,
         "max_draft_len": limits.max_draft_len, "speculative_decoding_mode": 2 if limits.max_draft_len else 1, "plugin_config": plugins,
     }  # fmt: skip
-    own = {"compiler": "onnx-cpu", "kernels": limits.kernels, "block_size": block, "accuracy_level": 4,
+    own = {"compiler": "onnx-cpu", "graph": GRAPH, "kernels": limits.kernels, "block_size": block, "accuracy_level": 4,
            "onnxruntime": find_version("onnxruntime"), "onnx": find_version("onnx")}  # fmt: skip
     return {"version": __version__, "pretrained_config": dict(checkpoint.config), "build_config": build_config, "specbuild": own}
 
@@ -130,10 +129,9 @@ def _add_layer(builder: GraphBuilder, layer: int, hidden: str, residual: str | N
     if shape.inter_norms:
         attended, before_mlp = builder.norm(f"{name}.post_layernorm", attended, None)[0], "pre_feedforward_layernorm"
     normed, residual = builder.norm(f"{name}.{before_mlp}", attended, residual)
-    fc = builder.linear(f"{name}.mlp.fc", normed)
     if shape.fused_mlp:
-        up, gate = builder.halves(fc)
+        up, gate = builder.split(builder.linear(f"{name}.mlp.fc", normed), (shape.intermediate, shape.intermediate))
     else:
-        gate, up = fc, builder.linear(f"{name}.mlp.gate", normed)
+        gate, up = builder.linears([f"{name}.mlp.fc", f"{name}.mlp.gate"], normed)
     out = builder.linear(f"{name}.mlp.proj", builder.gated(gate, up))
     return (builder.norm(f"{name}.post_feedforward_layernorm", out, None)[0] if shape.inter_norms else out), residual

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from specbuild.compilers.compiler import Limits
-from specbuild.compilers.masks import mask_names
+from specbuild.compilers.graph_interface import mask_names
+from specbuild.compilers.linear import Linear, join_outputs
 from specbuild.compilers.nbits import ZERO_POINT, pack_blocks, shift_columns
 from specbuild.quant import Levels, QuantScheme
 from specbuild.rotary import make_rotary
@@ -28,10 +29,10 @@ class GraphBuilder:
     """Adds a decoder's nodes and streams its weights to weights.bin.
 
     Shapes: B sequences, S new tokens each, T places in the cache, G query heads per key-value head.
-    Inputs: input_ids (B, S) int64; positions (B, S) int64; cells (B, kv_heads, S, 3) int64, the (sequence, head, place) of each
-    new token in the cache; mask (B, 1, G * S, T) bool, what each new token may attend to, once per query head of a group;
-    local_mask, the same within the window (a model has one of them or both, by its layers); rows (B, R, 1) int64, the new tokens
-    whose logits are wanted. Output: logits (B, R, vocab).
+    Inputs: input_ids (B, S) int64; positions (B, S) int64; cells (B, S, kv_heads, 3) int64, the (sequence, head, place) of each
+    new token in the cache; mask (B, 1, S * G, T) float, 0 where a new token may attend and minus infinity elsewhere, once per query
+    head of a group; local_mask, the same within the window (a model has one of them or both, by its layers); rows (B, R, 1) int64,
+    the new tokens whose logits are wanted. Output: logits (B, R, vocab).
     """
 
     def __init__(
@@ -43,8 +44,8 @@ class GraphBuilder:
         self.inputs = [
             helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["B", "S"]),
             helper.make_tensor_value_info("positions", TensorProto.INT64, ["B", "S"]),
-            helper.make_tensor_value_info("cells", TensorProto.INT64, ["B", shape.kv_heads, "S", 3]),
-            *(helper.make_tensor_value_info(name, TensorProto.BOOL, ["B", 1, "GS", "T"]) for name in mask_names(shape)),
+            helper.make_tensor_value_info("cells", TensorProto.INT64, ["B", "S", shape.kv_heads, 3]),
+            *(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", 1, "SG", "T"]) for name in mask_names(shape)),
             helper.make_tensor_value_info("rows", TensorProto.INT64, ["B", "R", 1]),
         ]
         self.outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "R", shape.vocab])]
@@ -80,17 +81,36 @@ class GraphBuilder:
 
     def linear(self, prefix: str, x: str) -> str:
         """Add x @ W.T (+ bias): over the checkpoint's own integers, or MatMul where the scheme keeps the weight."""
+        return self._product(prefix, x, self._load_linear(prefix))
+
+    def linears(self, prefixes: Sequence[str], x: str) -> list[str]:
+        """Add layers that read the same x; as one product, which costs less, where they treat x alike."""
+        layers = [self._load_linear(prefix) for prefix in prefixes]
+        joined = join_outputs(layers)
+        if joined is None:
+            return [self._product(prefix, x, layer) for prefix, layer in zip(prefixes, layers, strict=True)]
+        return self.split(self._product("+".join(prefixes), x, joined), [layer.rows for layer in layers])
+
+    def split(self, x: str, sizes: Sequence[int]) -> list[str]:
+        """Add the parts of the last axis that have these sizes."""
+        return self._nodes("Split", [x, self._shape("x".join(["sizes", *map(str, sizes)]), tuple(sizes))], len(sizes), axis=-1)
+
+    def _load_linear(self, prefix: str) -> Linear:
         stem = f"{prefix}."
         tensors = {name.removeprefix(stem): entry.load() for name, entry in self.entries.items() if name.startswith(stem)}
         bias = tensors.pop("bias", None)
         levels = self.scheme.levels(tensors)
-        if levels is None:
-            x = self._node("MatMul", [x, self._weight(f"{prefix}.weight", tensors["weight"].float().T.contiguous().numpy())])
+        return Linear(tensors["weight"].float() if levels is None else levels, None if bias is None else bias.float())
+
+    def _product(self, prefix: str, x: str, layer: Linear) -> str:
+        levels = layer.weight
+        if not isinstance(levels, Levels):
+            x = self._node("MatMul", [x, self._weight(f"{prefix}.weight", levels.T.contiguous().numpy())])
         else:
             if levels.prequant is not None:
                 x = self._node("Mul", [x, self._weight(f"{prefix}.prequant", levels.prequant.numpy())])
             x = self._nbits_product(prefix, x, levels) if levels.activation is None else self._integer_product(prefix, x, levels)
-        return x if bias is None else self._node("Add", [x, self._weight(f"{prefix}.bias", bias.float().numpy())])
+        return x if layer.bias is None else self._node("Add", [x, self._weight(f"{prefix}.bias", layer.bias.numpy())])
 
     def _nbits_product(self, prefix: str, x: str, levels: Levels) -> str:
         """Add x @ (q * scale).T; accuracy_level 4 rounds each block of x to 8 bits with a scale of its own."""
@@ -119,22 +139,16 @@ class GraphBuilder:
     def attention(self, layer: int, qkv: str) -> str:
         """Add rotary positions, the cache update in place, and attention: (B, S, rows) to (B, S, q_rows)."""
         shape = self.shape
-        sizes = self._shape("qkv_sizes", (shape.q_rows, shape.kv_rows, shape.kv_rows))
-        parts = self._nodes("Split", [qkv, sizes], 3, axis=-1)
-        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-        query, key, value = (self._to_heads(part, count) for part, count in zip(parts, heads, strict=True))
+        query, key, value = self.split(qkv, (shape.q_rows, shape.kv_rows, shape.kv_rows))
         if shape.qk_norm:
             prefix = f"transformer.layers.{layer}.attention"
-            query, _ = self.norm(f"{prefix}.q_layernorm", query, None)
-            key, _ = self.norm(f"{prefix}.k_layernorm", key, None)
+            query, key = self._norm_heads(f"{prefix}.q_layernorm", query), self._norm_heads(f"{prefix}.k_layernorm", key)
         query, key = self._rotate(layer, query, shape.heads), self._rotate(layer, key, shape.kv_heads)
         cached = [self._cache(f"{kind}_{layer}", new) for kind, new in (("key", key), ("value", value))]
-        # Query heads that share a key-value head become rows of one product: G = heads / kv_heads times S rows.
-        grouped = self._node("Reshape", [query, self._shape("grouped_heads", (0, shape.kv_heads, -1, shape.head_dim))])
+        # Query heads that share a key-value head become rows of one product: S times G = heads / kv_heads.
+        grouped = self._swap_heads(query, (0, 0, shape.kv_heads, -1), (0, 0, -1, shape.head_dim))
         attended = self._attend(grouped, cached[0], cached[1], "local_mask" if shape.windowed(layer) else "mask")
-        heads_out = self._node("Reshape", [attended, self._shape("ungrouped_heads", (0, shape.heads, -1, shape.head_dim))])
-        flat = self._node("Transpose", [heads_out], perm=[0, 2, 1, 3])
-        return self._node("Reshape", [flat, self._shape("joined_heads", (0, 0, shape.q_rows))])
+        return self._swap_heads(attended, (0, 0, -1, shape.q_rows // shape.kv_heads), (0, 0, shape.q_rows))
 
     def gated(self, gate: str, up: str) -> str:
         """Add activation(gate) * up."""
@@ -143,11 +157,6 @@ class GraphBuilder:
         else:
             active = self._node("QuickGelu", [gate], domain=CONTRIB, alpha=1.0)
         return self._node("Mul", [active, up])
-
-    def halves(self, x: str) -> list[str]:
-        """Add the two halves of the last axis."""
-        sizes = self._shape("half_sizes", (self.shape.intermediate, self.shape.intermediate))
-        return self._nodes("Split", [x, sizes], 2, axis=-1)
 
     def head(self, hidden: str, quantized: bool) -> None:
         """Add lm_head on the wanted rows, in full precision unless the checkpoint has it quantized. A shared one is the embedding."""
@@ -168,21 +177,26 @@ class GraphBuilder:
         model = helper.make_model(graph, opset_imports=opsets, ir_version=11, producer_name="specbuild")
         onnx.save_model(model, self.out / "model.onnx")
 
+    def _norm_heads(self, prefix: str, x: str) -> str:
+        normed, _ = self.norm(prefix, self._reshape(x, (0, 0, -1, self.shape.head_dim)), None)
+        return self._reshape(normed, (0, 0, -1))
+
     def _rotate(self, layer: int, x: str, heads: int) -> str:
-        """Add rotary positions to (B, heads, S, head_dim)."""
+        """Add rotary positions to (B, S, heads * head_dim)."""
         shape = self.shape
         tables = "local_rotary" if shape.windowed(layer) and shape.rope_theta_local is not None else "rotary"
-        part = {"rotary_embedding_dim": shape.rotary_dim, "num_heads": heads} if shape.rotary_dim < shape.head_dim else {}
-        return self._node("RotaryEmbedding", [x, f"{tables}.cos", f"{tables}.sin", "positions"], **part)
+        part = {"rotary_embedding_dim": shape.rotary_dim} if shape.rotary_dim < shape.head_dim else {}
+        return self._node("RotaryEmbedding", [x, f"{tables}.cos", f"{tables}.sin", "positions"], num_heads=heads, **part)
 
     def _attend(self, query: str, key: str, value: str, mask: str) -> str:
-        """Add attention. With a soft cap it is spelled out: ONNX Runtime 1.23 caps masked scores too, which unmasks them."""
-        scale, cap = self.shape.attention_scale, self.shape.attn_softcap
-        if cap is None:
-            return self._node("Attention", [query, key, value, mask], scale=scale)
-        scores = self._softcap(self._node("FusedMatMul", [query, key], domain=CONTRIB, transB=1, alpha=scale), cap)
-        hidden = self._weight("minus_infinity", np.array(-np.inf, np.float32))
-        weights = self._node("Softmax", [self._node("Where", [mask, scores, hidden])], axis=-1)
+        """Add attention, (B, kv_heads, S * G, head_dim) over (B, kv_heads, T, head_dim).
+
+        Spelled out: ONNX Runtime's own operators for it either read whole caches again, or take one sequence alone.
+        """
+        scores = self._node("FusedMatMul", [query, key], domain=CONTRIB, transB=1, alpha=self.shape.attention_scale)
+        if self.shape.attn_softcap is not None:
+            scores = self._softcap(scores, self.shape.attn_softcap)
+        weights = self._node("Softmax", [self._node("Add", [scores, mask])], axis=-1)
         return self._node("MatMul", [weights, value])
 
     def _softcap(self, x: str, cap: float) -> str:
@@ -190,16 +204,20 @@ class GraphBuilder:
         constant = self._weight(f"cap_{cap}", np.array(cap, np.float32))
         return self._node("Mul", [self._node("Tanh", [self._node("Div", [x, constant])]), constant])
 
-    def _to_heads(self, x: str, count: int) -> str:
-        split = self._shape(f"split_heads_{count}", (0, 0, count, self.shape.head_dim))
-        return self._node("Transpose", [self._node("Reshape", [x, split])], perm=[0, 2, 1, 3])
+    def _swap_heads(self, x: str, before: tuple[int, ...], after: tuple[int, ...]) -> str:
+        """Add a change of the two middle axes, of `x` in the shape `before`, and give it the shape `after` (0: as it was)."""
+        return self._reshape(self._node("Transpose", [self._reshape(x, before)], perm=[0, 2, 1, 3]), after)
+
+    def _reshape(self, x: str, dims: tuple[int, ...]) -> str:
+        return self._node("Reshape", [x, self._shape("x".join(["shape", *map(str, dims)]), dims)])
 
     def _cache(self, name: str, new: str) -> str:
-        """Add a cache input and output; the new rows are written into their cells."""
+        """Add a cache input and output; the new rows (B, S, kv_rows) are written into their cells."""
         dims = ["B", self.shape.kv_heads, "T", self.shape.head_dim]
         self.inputs.append(helper.make_tensor_value_info(f"past_{name}", TensorProto.FLOAT, dims))
         self.outputs.append(helper.make_tensor_value_info(f"present_{name}", TensorProto.FLOAT, dims))
-        self.nodes.append(helper.make_node("ScatterND", [f"past_{name}", "cells", new], [f"present_{name}"]))
+        rows = self._reshape(new, (0, 0, self.shape.kv_heads, self.shape.head_dim))
+        self.nodes.append(helper.make_node("ScatterND", [f"past_{name}", "cells", rows], [f"present_{name}"]))
         return f"present_{name}"
 
     def _add_rotary_tables(self, name: str, frequencies: Array, factor: float, positions: int) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import onnxruntime as ort
 
 from specbuild.artifacts import Engine
-from specbuild.compilers.masks import mask_names
+from specbuild.compilers.graph_interface import GRAPH, mask_names
 from specbuild.errors import EngineError
 
 Array = np.ndarray[Any, Any]
-FIRST_CAPACITY = 128  # positions a slot holds at first; doubled when a sequence needs more
+CAPACITY = 128  # positions a slot holds at first, and by which it grows; by a quarter from 1024 on
 CHUNK = 256  # new tokens in one pass at most: attention scores grow with new tokens times capacity
 REWIND = 64  # a slot may lose this many tokens to a request (a rejected draft); more is copied to another slot
 SMALL = 32 << 20  # bytes of weights below which waking a second thread costs more than it saves
@@ -49,6 +49,11 @@ class OrtRunner:
 
     def __init__(self, engine_dir: Path, max_slots: int = 8, threads: int = 0, vocab_size: int = 0) -> None:
         engine = Engine.open(engine_dir)
+        if engine.config["specbuild"].get("graph") != GRAPH:
+            raise EngineError(
+                f"Cannot open engine {engine_dir}: its graph is of another version of specbuild "
+                f"({engine.config['specbuild'].get('graph', 1)}, expected {GRAPH}). Run `specbuild build` again."
+            )
         self.shape = engine.shape
         self._masks = mask_names(engine.shape)
         self.vocab_size = vocab_size or engine.shape.vocab  # ids beyond the tokenizer's are padding and never returned
@@ -59,20 +64,20 @@ class OrtRunner:
         small = (engine_dir / "weights.bin").stat().st_size < SMALL
         options.intra_op_num_threads = threads or (1 if small else 0)
         options.log_severity_level = 3
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # two engines share the cores
+        for key, value in spinning().items():
+            options.add_session_config_entry(key, value)
         try:
             self._session = ort.InferenceSession(str(engine_dir / "model.onnx"), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # noqa: BLE001  onnxruntime raises bare pybind exceptions
             raise EngineError(f"Cannot open engine {engine_dir}: {str(error).splitlines()[0]}. Build it again on this machine.") from None
         self._slots = [Slot() for _ in range(max_slots)]
-        # One row takes other kernels than several and rounds differently: two at least make every pass alike.
-        self._least = 2 if engine.config["specbuild"]["kernels"] == "width-independent" else 1
+        self._exact = engine.config["specbuild"]["kernels"] == "width-independent"
         self._clock = 0
         self._lock = threading.Lock()
         self._caches: dict[str, Array] = {}
         self._capacity = 0
         self._bindings: dict[tuple[int, int], Any] = {}
-        self._resize(FIRST_CAPACITY)
+        self._resize(CAPACITY)
 
     def reset(self) -> None:
         """Forget every cached sequence."""
@@ -135,9 +140,8 @@ class OrtRunner:
 
     def _pass(self, jobs: Sequence[Job]) -> list[Array]:
         """Run jobs of neighbouring slots in one pass; shorter ones are padded, and the padding is overwritten later."""
-        grouped = self.shape.heads > self.shape.kv_heads
-        width = max(1 if grouped else self._least, *(job.new for job in jobs))
-        wanted = max(self._least, *(job.wanted for job in jobs))
+        width = self._padded(len(jobs), max(job.new for job in jobs))
+        wanted = self._padded(len(jobs), max(job.wanted for job in jobs))
         self._resize(max(job.start for job in jobs) + width)
         ids = np.zeros((len(jobs), width), np.int64)
         rows = np.zeros((len(jobs), wanted, 1), np.int64)
@@ -164,29 +168,37 @@ class OrtRunner:
         self.tokens_computed += sum(job.new for job in jobs)
         return [logits[i, wanted - job.wanted :, : self.vocab_size] for i, job in enumerate(jobs)]
 
+    def _padded(self, sequences: int, width: int) -> int:
+        """Return the width of a pass; where its bits must not depend on it, one that makes an even number of rows.
+
+        Kernels take rows in pairs, and one without a partner by other instructions, which round otherwise.
+        """
+        alone = sequences * width % 2 or width * self.shape.heads == self.shape.kv_heads  # of all products, or of one head's attention
+        return width + 1 if self._exact and alone else width
+
     def _cells(self, positions: Array) -> Array:
-        """Return (B, kv_heads, S, 3): where each new token's keys and values go."""
-        cells = np.empty((len(positions), self.shape.kv_heads, positions.shape[1], 3), np.int64)
+        """Return (B, S, kv_heads, 3): where each new token's keys and values go."""
+        cells = np.empty((*positions.shape, self.shape.kv_heads, 3), np.int64)
         cells[..., 0] = np.arange(len(positions))[:, None, None]
-        cells[..., 1] = np.arange(self.shape.kv_heads)[None, :, None]
-        cells[..., 2] = positions[:, None, :]
+        cells[..., 1] = np.arange(self.shape.kv_heads)
+        cells[..., 2] = positions[:, :, None]
         return cells
 
     def _mask(self, positions: Array, window: int | None) -> Array:
-        """Return (B, 1, G * S, T) bool: each new token sees itself and what came before, within the window."""
-        columns = np.arange(self._capacity)
-        mask: Array = columns <= positions[:, :, None]
+        """Return (B, 1, S * G, T), 0 or minus infinity: each new token sees itself and what came before, within the window."""
+        columns, last = np.arange(self._capacity), np.repeat(positions, self.shape.heads // self.shape.kv_heads, axis=1)[:, None, :, None]
+        hidden: Array = columns > last
         if window is not None:
-            mask &= columns > positions[:, :, None] - window
-        return np.tile(mask, (1, self.shape.heads // self.shape.kv_heads, 1))[:, None]
+            hidden |= columns <= last - window
+        return np.where(hidden, np.float32(-np.inf), np.float32(0))
 
     def _resize(self, needed: int) -> None:
-        """Make every cache hold `needed` positions, doubling; what is cached is kept."""
+        """Make every cache hold `needed` positions or more; what is cached is kept."""
         if self._caches and needed <= self._capacity:
             return
-        self._capacity = FIRST_CAPACITY
+        self._capacity = self._capacity or CAPACITY
         while self._capacity < needed:
-            self._capacity *= 2
+            self._capacity += max(CAPACITY, self._capacity // (4 * CAPACITY) * CAPACITY)
         dims = (len(self._slots), self.shape.kv_heads, self._capacity, self.shape.head_dim)
         for name in [f"{kind}_{layer}" for layer in range(self.shape.layers) for kind in ("key", "value")]:
             old, new = self._caches.get(name), np.zeros(dims, np.float32)
@@ -206,6 +218,16 @@ class OrtRunner:
                 binding.bind_output(f"present_{name}", *where)
             self._bindings[low, high] = binding
         return self._bindings[low, high]
+
+
+def spinning() -> dict[str, str]:
+    """Return how idle threads wait for work: by spinning, because a product takes 50 microseconds and waking a thread as long.
+
+    Only for so long, though: two engines share the cores, and before 1.26 ONNX Runtime cannot bound it.
+    """
+    if tuple(int(part) for part in ort.__version__.split(".")[:2]) < (1, 26):
+        return {"session.intra_op.allow_spinning": "0"}
+    return {"session.intra_op.allow_spinning": "1", "session.intra_op.spin_duration_us": "50"}
 
 
 def common_prefix(a: Array, b: Array) -> int:

@@ -1,8 +1,10 @@
-"""Which masks a decoder's layers need: what the onnx-cpu graph and its runner must agree on."""
+"""What the onnx-cpu graph and its runner must agree on: its version, and which masks a decoder's layers need."""
 
 from __future__ import annotations
 
 from specbuild.shape import ModelShape
+
+GRAPH = 2  # raised whenever inputs, outputs or caches of the graph change: a runner runs the engines of its own number
 
 
 def mask_names(shape: ModelShape) -> tuple[str, ...]:
