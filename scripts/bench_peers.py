@@ -130,7 +130,12 @@ def make_job(args: argparse.Namespace, work_dir: Path) -> tuple[dict[str, Any], 
 
     job = {"max_tokens": args.max_tokens, "draft_len": args.draft_len, "threads": args.threads, "work": str(work_dir)}
     if args.random:
-        job |= {"target_hf": str(work_dir / "random"), "draft_hf": None, "draft_engine": None, "target_engine": make_random(work_dir)}
+        job |= {
+            "target_hf": str(work_dir / "random"),
+            "draft_hf": None,
+            "draft_engine": None,
+            "target_engine": make_random(work_dir, args.kernels),
+        }
         return job, [[0, *((17 * i + 31 * j) % 2048 for j in range(24))] for i in range(args.prompts)]
     config = load_config(args.config)
     open_pair(config)  # raises unless it is built, and current
@@ -143,8 +148,8 @@ def make_job(args: argparse.Namespace, work_dir: Path) -> tuple[dict[str, Any], 
     return job, [encode_prompt(tokenizer, prompt.text) for prompt in prompts[:: max(1, len(prompts) // args.prompts)]][: args.prompts]
 
 
-def make_random(work_dir: Path) -> str:
-    """Write a seeded Llama as Hugging Face saves one, build our engine of it (INT4, groups of 128), and return the engine's directory."""
+def make_random(work_dir: Path, kernels: str) -> str:
+    """Write a seeded Llama as Hugging Face saves one, build our engine of it (INT4, groups of 128, lm_head too, as the peer does)."""
     import torch
     import yaml
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -159,9 +164,12 @@ def make_random(work_dir: Path) -> str:
     LlamaForCausalLM(LlamaConfig(**RANDOM, bos_token_id=0, eos_token_id=1)).to(torch.bfloat16).save_pretrained(work_dir / "random")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / "target" / name, work_dir / "random")
-    target = {"model": str(work_dir / "random"), "quantize": {"scheme": "int4_awq", "group_size": 128, "quality": {"samples": 0}}}
+    target = {
+        "model": str(work_dir / "random"),
+        "quantize": {"scheme": "int4_awq", "group_size": 128, "lm_head": True, "quality": {"samples": 0}},
+    }
     values = {"name": "random", "workdir": str(work_dir / "build"), "target": target, "draft": {"model": str(demo / "draft")},
-              "speculation": {"drafter": "ngram"}, "build": {"compiler": "onnx-cpu", "max_seq_len": 512}}  # fmt: skip
+              "speculation": {"drafter": "ngram"}, "build": {"compiler": "onnx-cpu", "kernels": kernels, "max_seq_len": 512}}  # fmt: skip
     (work_dir / "random.yaml").write_text(yaml.safe_dump(values))
     config = load_config(work_dir / "random.yaml")
     for stage in (run_convert, run_quantize, run_build):
@@ -173,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, nargs="?")
     parser.add_argument("--random", action="store_true")
+    parser.add_argument("--kernels", choices=("width-independent", "fast"), default="width-independent", help="of our engine, for --random")
     parser.add_argument("--peer-python", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--only", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--prompts", type=int, default=8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ Array = np.ndarray[Any, Any]
 CAPACITY = 128  # positions a slot holds at first, and by which it grows; by a quarter from 1024 on
 CHUNK = 256  # new tokens in one pass at most: attention scores grow with new tokens times capacity
 REWIND = 64  # a slot may lose this many tokens to a request (a rejected draft); more is copied to another slot
+BINDINGS = 32  # shapes of passes whose arrays are kept
 SMALL = 32 << 20  # bytes of weights below which waking a second thread costs more than it saves
 
 
@@ -42,6 +43,14 @@ class Job:
     @property
     def new(self) -> int:
         return len(self.tokens) - self.start
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Arrays of a pass's inputs and logits, and the binding that holds their addresses."""
+
+    binding: Any
+    arrays: dict[str, Array]
 
 
 class OrtRunner:
@@ -76,7 +85,7 @@ class OrtRunner:
         self._lock = threading.Lock()
         self._caches: dict[str, Array] = {}
         self._capacity = 0
-        self._bindings: dict[tuple[int, int], Any] = {}
+        self._bindings: dict[tuple[int, int, int, int], Bound] = {}
         self._resize(CAPACITY)
 
     def reset(self) -> None:
@@ -143,30 +152,21 @@ class OrtRunner:
         width = self._padded(len(jobs), max(job.new for job in jobs))
         wanted = self._padded(len(jobs), max(job.wanted for job in jobs))
         self._resize(max(job.start for job in jobs) + width)
-        ids = np.zeros((len(jobs), width), np.int64)
-        rows = np.zeros((len(jobs), wanted, 1), np.int64)
+        bound = self._bind(jobs[0].slot, jobs[-1].slot + 1, width, wanted)
+        arrays = bound.arrays
         for i, job in enumerate(jobs):
-            ids[i, : job.new] = job.tokens[job.start :]
-            rows[i, :, 0] = np.maximum(np.arange(job.new - wanted, job.new), 0)
-        starts = np.array([job.start for job in jobs], np.int64)
-        positions = starts[:, None] + np.arange(width)
-        inputs = {
-            "input_ids": ids,
-            "positions": np.minimum(positions, self._last_position),
-            "cells": self._cells(positions),
-            "rows": rows,
-            **{name: self._mask(positions, self.shape.window if name == "local_mask" else None) for name in self._masks},
-        }
-        binding = self._bind(jobs[0].slot, jobs[-1].slot + 1)
-        for name, value in inputs.items():
-            binding.bind_cpu_input(name, value)
-        logits = np.empty((len(jobs), wanted, self.shape.vocab), np.float32)
-        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self._session.run_with_iobinding(binding)
+            arrays["input_ids"][i, : job.new] = job.tokens[job.start :]
+            arrays["rows"][i, :, 0] = np.maximum(np.arange(job.new - wanted, job.new), 0)
+        positions = np.array([[job.start] for job in jobs]) + np.arange(width)
+        np.minimum(positions, self._last_position, out=arrays["positions"])
+        arrays["cells"][..., 2] = positions[:, :, None]
+        for name in self._masks:
+            arrays[name][:, 0] = self._mask(positions, self.shape.window if name == "local_mask" else None)
+        self._session.run_with_iobinding(bound.binding)
         for job in jobs:
             self._slots[job.slot].tokens = job.tokens
         self.tokens_computed += sum(job.new for job in jobs)
-        return [logits[i, wanted - job.wanted :, : self.vocab_size] for i, job in enumerate(jobs)]
+        return [arrays["logits"][i, wanted - job.wanted :, : self.vocab_size].copy() for i, job in enumerate(jobs)]
 
     def _padded(self, sequences: int, width: int) -> int:
         """Return the width of a pass; where its bits must not depend on it, one that makes an even number of rows.
@@ -176,17 +176,9 @@ class OrtRunner:
         alone = sequences * width % 2 or width * self.shape.heads == self.shape.kv_heads  # of all products, or of one head's attention
         return width + 1 if self._exact and alone else width
 
-    def _cells(self, positions: Array) -> Array:
-        """Return (B, S, kv_heads, 3): where each new token's keys and values go."""
-        cells = np.empty((*positions.shape, self.shape.kv_heads, 3), np.int64)
-        cells[..., 0] = np.arange(len(positions))[:, None, None]
-        cells[..., 1] = np.arange(self.shape.kv_heads)
-        cells[..., 2] = positions[:, :, None]
-        return cells
-
     def _mask(self, positions: Array, window: int | None) -> Array:
-        """Return (B, 1, S * G, T), 0 or minus infinity: each new token sees itself and what came before, within the window."""
-        columns, last = np.arange(self._capacity), np.repeat(positions, self.shape.heads // self.shape.kv_heads, axis=1)[:, None, :, None]
+        """Return (B, S * G, T), 0 or minus infinity: each new token sees itself and what came before, within the window."""
+        columns, last = np.arange(self._capacity), np.repeat(positions, self.shape.heads // self.shape.kv_heads, axis=1)[:, :, None]
         hidden: Array = columns > last
         if window is not None:
             hidden |= columns <= last - window
@@ -207,17 +199,38 @@ class OrtRunner:
             self._caches[name] = new
         self._bindings.clear()
 
-    def _bind(self, low: int, high: int) -> Any:
-        """Return the binding of the caches of slots low..high-1, each as input and output, so that they are written in place."""
-        if (low, high) not in self._bindings:
-            binding = self._session.io_binding()
-            for name, cache in self._caches.items():
-                view = cache[low:high]
-                where = ("cpu", 0, np.float32, view.shape, view.ctypes.data)
-                binding.bind_input(f"past_{name}", *where)
-                binding.bind_output(f"present_{name}", *where)
-            self._bindings[low, high] = binding
-        return self._bindings[low, high]
+    def _bind(self, low: int, high: int, width: int, wanted: int) -> Bound:
+        """Return what a pass of `width` new tokens over slots low..high-1 runs with, bound once and used again."""
+        key = (low, high, width, wanted)
+        if key not in self._bindings:
+            if len(self._bindings) >= BINDINGS:
+                self._bindings.clear()
+            self._bindings[key] = self._make_bound(low, high, width, wanted)
+        return self._bindings[key]
+
+    def _make_bound(self, low: int, high: int, width: int, wanted: int) -> Bound:
+        shape, count, binding = self.shape, high - low, self._session.io_binding()
+        for name, cache in self._caches.items():  # input and output at once, so that they are written in place
+            bind(binding.bind_input, f"past_{name}", cache[low:high])
+            bind(binding.bind_output, f"present_{name}", cache[low:high])
+        cells = np.empty((count, width, shape.kv_heads, 3), np.int64)
+        cells[..., 0] = np.arange(count)[:, None, None]
+        cells[..., 1] = np.arange(shape.kv_heads)
+        masks = (count, 1, width * shape.heads // shape.kv_heads, self._capacity)
+        arrays: dict[str, Array] = {
+            "input_ids": np.zeros((count, width), np.int64), "positions": np.empty((count, width), np.int64), "cells": cells,
+            "rows": np.empty((count, wanted, 1), np.int64), **{name: np.empty(masks, np.float32) for name in self._masks},
+        }  # fmt: skip
+        for name, array in arrays.items():
+            bind(binding.bind_input, name, array)
+        arrays["logits"] = np.empty((count, wanted, shape.vocab), np.float32)
+        bind(binding.bind_output, "logits", arrays["logits"])
+        return Bound(binding, arrays)
+
+
+def bind(method: Callable[..., None], name: str, array: Array) -> None:
+    """Bind an array by its address."""
+    method(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
 def spinning() -> dict[str, str]:
