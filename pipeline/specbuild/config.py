@@ -95,6 +95,20 @@ class BuildConfig(_Section):
     )
 
 
+Devices = tuple[Annotated[int, Field(ge=0)], ...]
+
+
+class ServingConfig(_Section):
+    """Where TensorRT engines run in Triton; onnx-cpu has no use for it."""
+
+    gpu: str | None = Field(None, description="the GPUs whose memory the caches share, one of GPUS; default: those that built the engines")
+    target_gpus: Devices | None = Field(None, strict=False, description="device of each target rank; default 0, 1, ...")
+    draft_gpus: Devices | None = Field(
+        None, strict=False, description="device of each draft rank; default 0, 1, ...: shared with the target"
+    )
+    fast_logits: bool = Field(False, description="hand the draft's logits to the target inside the backend (acceptance: rejection)")
+
+
 class PairConfig(_Section):
     """The whole YAML, and where it was read."""
 
@@ -106,6 +120,7 @@ class PairConfig(_Section):
     draft: ModelConfig
     speculation: SpeculationConfig = SpeculationConfig()
     build: BuildConfig = BuildConfig()
+    serving: ServingConfig = ServingConfig()
     path: Path = Field(exclude=True, strict=False)
 
     @property
