@@ -31,9 +31,11 @@ pre, code { background: var(--soft); overflow-wrap: anywhere; white-space: pre-w
 
 
 def check_drawable(path: Path) -> None:
-    """Raise ConfigError when no HTML report can be written to `path` here."""
+    """Raise ConfigError when no plots can be written to `path` here."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("Cannot draw plots: matplotlib is not installed. Run `pip install 'specbuild[bench]'`, or leave --html out.")
+        raise ConfigError(
+            "Cannot draw plots: matplotlib is not installed. Run `pip install 'specbuild[bench]'`, or leave --html and --plot out."
+        )
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"Cannot write {path}: expected a file in a directory that exists. Give another path.")
 
@@ -195,7 +197,13 @@ def make_table(table: Sequence[Sequence[str]], best: int | None) -> str:
 
 
 def draw_image(report: Report, draw: Any) -> str:
-    """Return a plot as an image that carries its own data; it has no background, and grey text, for light and dark pages."""
+    """Return a plot as an image that carries its own data."""
+    data = base64.b64encode(make_svg(report, draw)).decode()
+    return f'<figure><img alt="{escape((draw.__doc__ or "").rstrip("."))}" src="data:image/svg+xml;base64,{data}"></figure>'
+
+
+def make_svg(report: Report, draw: Any) -> bytes:
+    """Return a plot as SVG; it has no background, and grey text, for light and dark pages."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -213,8 +221,7 @@ def draw_image(report: Report, draw: Any) -> str:
             axes.legend(frameon=False)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return f'<figure><img alt="{escape((draw.__doc__ or "").rstrip("."))}" src="data:image/svg+xml;base64,{data}"></figure>'
+    return buffer.getvalue()
 
 
 def draw_speedup(report: Report, axes: Any) -> None:

@@ -91,7 +91,7 @@ class BuildConfig(_Section):
         None, description="most drafted tokens a request may ask for; default 8, or draft_len"
     )
     kernels: Literal["width-independent", "fast"] = Field(
-        "width-independent", description="onnx-cpu: rows that round alike in every pass, or wider blocks that read weights faster"
+        "width-independent", description="onnx-cpu: rows that round alike in every pass, or no padding for it"
     )
 
 

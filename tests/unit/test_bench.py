@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -364,8 +365,8 @@ def test_prompt_files_may_name_kinds(tmp_path):
 
 
 def test_a_built_pair_is_measured_from_the_command_line(cli, tiny_pair, tmp_path):
-    page = tmp_path / "bench.html"
-    options = ["--runs", 2, "--max-tokens", 8, "--draft-len", 2, "--batch", "1,2", "--json", "--html", page]
+    page, plot = tmp_path / "bench.html", tmp_path / "bench.svg"
+    options = ["--runs", 2, "--max-tokens", 8, "--draft-len", 2, "--batch", "1,2", "--json", "--html", page, "--plot", plot]
     code, out, _ = cli("bench", tiny_pair.path, *options)
     assert code == 0
     report = json.loads(out)
@@ -378,6 +379,7 @@ def test_a_built_pair_is_measured_from_the_command_line(cli, tiny_pair, tmp_path
     assert report["hardware"]["cores"] > 0
     assert any("lm_head" in warning for warning in report["warnings"])  # two random models
     assert page.read_text().startswith("<!doctype html>")
+    assert ElementTree.parse(plot).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from specbuild.bench import Settings, run_bench
-from specbuild.bench_report import check_drawable, format_report, make_html
+from specbuild.bench_report import check_drawable, draw_speedup, format_report, make_html, make_svg
 from specbuild.cli.options import config_argument, echo_json, json_option
 from specbuild.config import PairConfig, load_config
 from specbuild.errors import ConfigError
@@ -32,9 +32,10 @@ LONGEST = 8
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Paired runs behind the first one.")
 @json_option
 @click.option("--html", type=click.Path(path_type=Path), help="Write the report with plots into this one file.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the speedup against the draft length into this SVG file.")
 def command(
     config: Path, url: str | None, prompts: Path | None, max_tokens: int, draft_lens: tuple[int, ...], batches: str | None, runs: int,
-    as_json: bool, html: Path | None,
+    as_json: bool, html: Path | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Measure speculative against plain decoding.
 
@@ -44,8 +45,9 @@ def command(
     specbuild bench configs/demo.yaml --html bench.html
     specbuild bench configs/demo.yaml --url localhost:8001
     """
-    if html is not None:
-        check_drawable(html)
+    for path in (html, plot):
+        if path is not None:
+            check_drawable(path)
     pair_config = load_config(config)
     settings = Settings(
         max_tokens, choose_lengths(pair_config, draft_lens), choose_batches(pair_config, batches), runs, pair_config.speculation.draft_len
@@ -53,6 +55,8 @@ def command(
     report = run_bench(pair_config, settings, prompts, url, shlex.join(["specbuild", *sys.argv[1:]]))
     if html is not None:
         html.write_text(make_html(report), encoding="utf-8")
+    if plot is not None:
+        plot.write_bytes(make_svg(report, draw_speedup))
     if as_json:
         echo_json(report.to_dict())
     else:
