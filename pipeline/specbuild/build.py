@@ -9,7 +9,7 @@ from specbuild.check import check_context, load_shape
 from specbuild.compilers import Limits, find_compiler
 from specbuild.config import ROLES, PairConfig, Role
 from specbuild.convert import convert_parameters
-from specbuild.errors import CheckpointError
+from specbuild.errors import CheckpointError, EngineError
 from specbuild.provenance import Record, check_parameters, digest_artifact, make_artifact
 from specbuild.quality import check_missed, load_quality
 from specbuild.quant import QuantScheme, find_scheme, scheme_of_algo
@@ -20,6 +20,7 @@ from specbuild.shape import ModelShape
 
 def run_build(config: PairConfig, role: Role, force: bool = False) -> bool:
     """Write `<workdir>/<role>/engine`; return whether it was made anew."""
+    check_engines_built(config, role)
     record = check_build(config, role)
     source = TllmCheckpoint.open(config.dir_of(role, "quantized"))
     limits = make_limits(config, role, source.shape)
@@ -45,6 +46,15 @@ def check_build(config: PairConfig, role: Role) -> Record:
     check_sources(config, role)
     parameters = {**build_parameters(config, role, source.shape), **compiler.check_machine(scheme)}
     return Record("build", parameters, {"checkpoint": digest_artifact(source.directory)}, compiler.PACKAGES)
+
+
+def check_engines_built(config: PairConfig, role: Role) -> None:
+    """Raise EngineError when the compiler builds nothing."""
+    if not find_compiler(config.build.compiler).ENGINES:
+        raise EngineError(
+            f"Cannot build the {role} with {config.build.compiler}: it has no engines, its runtime loads the Hugging Face checkpoint. Run "
+            "`specbuild package`, or use another compiler."
+        )
 
 
 def check_sources(config: PairConfig, role: Role) -> None:

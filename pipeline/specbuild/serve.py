@@ -10,20 +10,33 @@ import click
 from specbuild.artifacts import Engine
 from specbuild.built import check_built, roles_needed
 from specbuild.compilers import find_compiler
-from specbuild.config import ROLES, PairConfig
+from specbuild.compilers.trtllm_machine import find_gpus
+from specbuild.config import PairConfig
 from specbuild.errors import ServingError
+from specbuild.package import serving_parameters
 from specbuild.progress import log
+from specbuild.provenance import check_parameters
+from specbuild.triton.launch import find_launch
+from specbuild.triton.llmapi_model import check_template
+from specbuild.triton.repository import check_repository, load_configs
 from specbuild.triton.server import Ports, Server
 
+ALONE_SECONDS, ENGINES_SECONDS = 120, 1800  # until ready; TensorRT engines can be of hundreds of gigabytes
 
-def run_serve(config: PairConfig, ports: Ports, address: str, timeout: float) -> None:
+
+def run_serve(config: PairConfig, ports: Ports, address: str, timeout: float | None = None) -> None:
     """Serve `<workdir>/model_repository` until SIGINT or SIGTERM; raise ServingError when the server fails by itself."""
-    check_engines(config)
-    check_built(config, roles_needed(config))
-    server = Server(check_packaged(config.repository_dir), ports, address, log=sys.stderr)
+    if find_compiler(config.build.compiler).ENGINES:
+        check_engines(config)
+        check_built(config, roles_needed(config))
+    else:
+        check_template()
+    server = make_server(config, ports, address)
+    if server.launch.gpus:
+        check_gpus(server.launch.gpus)
     try:
         server.start()
-        server.wait_until_ready(timeout)
+        server.wait_until_ready(timeout or (ENGINES_SECONDS if server.launch.gpus or server.launch.completes else ALONE_SECONDS))
         click.echo(f"ready: gRPC {address}:{ports.grpc}, HTTP {address}:{ports.http}, metrics {address}:{ports.metrics}; stop with Ctrl-C")
         code = server.wait()
         raise ServingError(f"Triton ended with code {code} while serving; its log is above.")
@@ -34,12 +47,36 @@ def run_serve(config: PairConfig, ports: Ports, address: str, timeout: float) ->
     log("stopped")
 
 
+def describe_serve(config: PairConfig, ports: Ports, address: str) -> str:
+    """Return the command that would be run; the engines need not be of this machine, nor Triton be on it."""
+    return make_server(config, ports, address).describe()
+
+
+def make_server(config: PairConfig, ports: Ports, address: str) -> Server:
+    """Return the server of a packaged repository, not started; raise ServingError when Triton would not load it."""
+    repository = check_packaged(config.repository_dir)
+    check_parameters(repository, serving_parameters(config), config.path)
+    check_repository(repository)
+    launch = find_launch(load_configs(repository), visible_gpus=len(find_gpus()) if serving_parameters(config) else 0)
+    return Server(repository, ports, address, log=sys.stderr, launch=launch)
+
+
 def check_engines(config: PairConfig) -> None:
-    """Raise EngineError when TensorRT engines were built that cannot be served on this machine."""
-    for role in ROLES:
+    """Raise EngineError when an engine that decoding needs cannot be served on this machine."""
+    for role in roles_needed(config):
         engine_dir = config.dir_of(role, "engine")
-        if config.build.compiler == "tensorrt" and engine_dir.is_dir():
-            find_compiler("tensorrt").check_serving(Engine.open(engine_dir))
+        if engine_dir.is_dir():
+            engine = Engine.open(engine_dir)
+            find_compiler(engine.compiler).check_serving(engine)
+
+
+def check_gpus(needed: int) -> None:
+    """Raise ServingError when this machine has fewer GPUs than the engines are placed on."""
+    if (found := len(find_gpus())) < needed:
+        raise ServingError(
+            f"Cannot serve this repository: its engines are placed on GPUs 0 to {needed - 1}, this machine has {found}. Set "
+            "serving.target_gpus and draft_gpus, and package again."
+        )
 
 
 def check_packaged(repository: Path) -> Path:

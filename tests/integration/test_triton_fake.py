@@ -1,123 +1,30 @@
-"""A real tritonserver over engines without weights: what is served is what one process generates, alone or in a crowd."""
+"""A real tritonserver over engines without weights: what is served is what one process generates, alone or in a crowd.
+
+Every test runs against both kinds of engines: specbuild's own, and a mock of TensorRT-LLM's backend.
+"""
 
 import json
-import shutil
-import socket
 import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from fake_runner import FakeRunner
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from fake_serving import Kind, run_pair
 
 from specbuild.errors import ServingError
-from specbuild.spec.accept import ModelVerifier
-from specbuild.spec.drafters import ModelDrafter
-from specbuild.spec.loop import speculate
 from specbuild.spec.sampling import Sampling
-from specbuild.spec.stats import SpecStats
-from specbuild.text import TextStream, generate_text
-from specbuild.tokenizer import encode_prompt, load_tokenizer
+from specbuild.tokenizer import encode_prompt
 from specbuild.triton.client import stream_generate
-from specbuild.triton.repository import PairServing, check_repository, write_repository
-from specbuild.triton.server import Ports, Server, find_installation
 
 pytestmark = pytest.mark.triton
-HERE = Path(__file__).parent
-END, VOCAB, CONTEXT = 2, 300, 256
 
 
-def write_tokenizer(path):
-    """Bytes as tokens, and some longer ones."""
-    pieces = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pieces += [f"zz{i}" for i in range(VOCAB - len(pieces))]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(pieces[:3])
-    tokenizer.save(str(path))
-
-
-def find_ports():
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    numbers = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return Ports(*numbers)
-
-
-@pytest.fixture(scope="module", params=["rejection", "exact"])
+@pytest.fixture(scope="module", params=[f"{rule}-{compiler}" for compiler in ("onnx-cpu", "tensorrt") for rule in ("rejection", "exact")])
 def served(request, tmp_path_factory):
     """A running server and what is needed to generate the same in this process."""
-    try:
-        find_installation()
-    except ServingError as error:
-        pytest.skip(str(error))
-    base = tmp_path_factory.mktemp("served")
-    (base / "engine").mkdir()
-    (base / "engine" / "config.json").write_text("{}")
-    write_tokenizer(base / "tokenizer.json")
-    write_repository(base / "written", PairServing(
-        name="fake", target_engine=base / "engine", draft_engine=base / "engine", tokenizer_dir=base, draft_len=4, max_draft_len=8,
-        rule=request.param, drafter="model", max_batch_size=8, context=CONTEXT, draft_context=CONTEXT, end_ids=(END,), pad_id=0,
-        vocab_size=VOCAB,
-    ))  # fmt: skip
-    repository = base / "moved"
-    shutil.move(base / "written", repository)
-    check_repository(repository)
-    for role in ("target", "draft"):
-        shutil.copy(HERE / "fake_runner.py", repository / role / "1")
-        shutil.copy(HERE / "fake_engine_model.py", repository / role / "1" / "model.py")
-    with (base / "log.txt").open("w") as log:
-        server = Server(repository, find_ports(), log=log)
-        with server:
-            server.wait_until_ready(60)
-            yield Served(server.ports, load_tokenizer(base), request.param)
-            assert server.is_running()
-    assert "Signal (11)" not in (base / "log.txt").read_text()
-    assert "successfully unloaded 'ensemble'" in (base / "log.txt").read_text()  # nothing leaked
-
-
-class Served:
-    def __init__(self, ports, tokenizer, rule):
-        self.ports, self.tokenizer, self.rule = ports, tokenizer, rule
-
-    @property
-    def url(self):
-        return f"127.0.0.1:{self.ports.grpc}"
-
-    def local(self, prompt, sampling, max_tokens=30, draft_len=4):
-        """Text, ids, counts and reason, as this process generates them."""
-        ids = encode_prompt(self.tokenizer, prompt)
-        sampling = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, frozenset({END}))
-        steps = speculate(
-            ModelDrafter(FakeRunner(twist=1.0)), ModelVerifier(FakeRunner(), self.rule), ids, sampling=sampling, max_tokens=max_tokens,
-            draft_len=draft_len, context=CONTEXT, draft_context=CONTEXT,
-        )  # fmt: skip
-        stats, texts = SpecStats(), []
-        for step in generate_text(steps, TextStream(self.tokenizer, ids)):
-            stats.add(step)
-            texts.append((step.text, step.tokens))
-        tokens = tuple(token for _, part in texts for token in part)
-        return "".join(text for text, _ in texts), tokens, (stats.rounds, stats.drafted, stats.accepted), step.finish_reason
-
-    def remote(self, prompt, sampling, max_tokens=30, draft_len=4, **more):
-        """The same from the server."""
-        chunks = list(stream_generate(self.url, prompt, max_tokens=max_tokens, sampling=sampling, draft_len=draft_len, timeout=30, **more))
-        last, tokens = chunks[-1], tuple(token for chunk in chunks for token in chunk.token_ids)
-        return "".join(chunk.text for chunk in chunks), tokens, (last.rounds, last.drafted, last.accepted), last.finish_reason
-
-    def post(self, endpoint, **body):
-        """Status and body of an HTTP call to the public model."""
-        url = f"http://127.0.0.1:{self.ports.http}/v2/models/ensemble/{endpoint}"
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=30) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
+    rule, compiler = request.param.split("-", 1)
+    with run_pair(tmp_path_factory.mktemp("served"), Kind(compiler, rule)) as served:
+        yield served
 
 
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=5), Sampling(1.3, top_k=20, top_p=0.9, seed=2**63)]

@@ -426,23 +426,23 @@ MOVED = {
 
 
 @pytest.mark.parametrize(("facts", "parts"), MOVED.values(), ids=MOVED)
-@pytest.mark.parametrize("stage", [run_package, check_engines], ids=["package", "serve"])
-def test_an_engine_of_another_machine_is_not_served(pair, machine, stage, facts, parts):
+def test_an_engine_of_another_machine_is_packaged_and_not_served(pair, machine, facts, parts):
     machine()
     config = pair()
     build(config)
     machine(**facts)
-    text = problem(stage, config)
+    assert run_package(config)
+    text = problem(check_engines, config)
     for part in parts:
         assert part in text
 
 
-@pytest.mark.parametrize("stage", [run_package, check_engines], ids=["package", "serve"])
-def test_an_engine_of_this_machine_is_not_served_yet(pair, machine, stage):
-    machine(gpus=("NVIDIA H200, 9.0, 580.95.05",))  # the same generation, another model
+def test_an_engine_is_served_on_another_gpu_of_its_generation(pair, machine):
+    machine()
     config = pair()
     build(config)
-    assert "does not serve TensorRT engines yet" in problem(stage, config)
+    machine(gpus=("NVIDIA H200, 9.0, 580.95.05",))
+    check_engines(config)
 
 
 @pytest.mark.parametrize("words", [["generate", "--prompt", "def"], ["verify"]], ids=["generate", "verify"])
@@ -454,12 +454,21 @@ def test_decoding_in_process_needs_the_other_compiler(pair, machine, tmp_path, c
     assert "it is a TensorRT engine, expected one of compiler onnx-cpu" in err
 
 
-def test_run_ends_after_build_and_says_so(tmp_path, write_pair_yaml, machine, cli):
+def test_run_ends_after_packaging_and_says_so(tmp_path, write_pair_yaml, machine, cli):
     machine()
     code, out, err = cli("run", write_pair_yaml(tmp_path, **TENSORRT))
     assert (code, out) == (0, "")
-    assert err.endswith("built, not packaged: this version does not serve tensorrt engines yet\n")
-    assert (tmp_path / "work" / "draft" / "engine" / "engine_card.json").exists()
+    last = "packaged, not verified: tensorrt engines run in Triton only; `specbuild serve`, then `specbuild verify --url`\n"
+    assert err.endswith(last)
+    assert (tmp_path / "work" / "model_repository" / "draft" / "1" / "engine" / "rank0.engine").exists()
+
+
+def test_run_refuses_a_place_that_cannot_be_before_it_converts(tmp_path, write_pair_yaml, machine, cli):
+    machine()
+    code, out, err = cli("run", write_pair_yaml(tmp_path, **TENSORRT, serving={"target_gpus": [0, 1]}))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "Cannot place the target on GPUs [0, 1]" in err
+    assert not (tmp_path / "work").exists()
 
 
 def test_run_refuses_a_machine_that_cannot_build_before_it_converts(tmp_path, write_pair_yaml, machine, cli):

@@ -87,7 +87,7 @@ def stream_text(stream, ids, block=1):
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 100])
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize(("tokenizer", "text"), CASES)
-def test_chunks_joined_are_the_whole_decode(tokenizer, text, prompt, block):
+def test_t08_and_t09_chunks_joined_are_the_whole_decode(tokenizer, text, prompt, block):
     before, ids = encode(tokenizer, prompt), encode(tokenizer, text)
     chunks = stream_text(stream := TextStream(tokenizer, before), ids, block)
     assert tokenizer.decode(before) + "".join(chunks) == tokenizer.decode(before + ids)
@@ -107,7 +107,7 @@ def test_the_first_space_depends_on_what_is_before(tokenizer):
 @pytest.mark.parametrize("gamma", [1, 2, 3, 4])
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK])
 @pytest.mark.parametrize("character", ["é", "日", "😀"])
-def test_characters_over_several_tokens_come_whole(tokenizer, gamma, character):
+def test_t08_characters_over_several_tokens_come_whole(tokenizer, gamma, character):
     ids = byte_ids(tokenizer, ("a" + character + "b" + character * 2).encode())
     chunks = stream_text(TextStream(tokenizer, []), ids, gamma + 1)
     assert "".join(chunks) == f"a{character}b{character * 2}"
@@ -118,7 +118,7 @@ def test_characters_over_several_tokens_come_whole(tokenizer, gamma, character):
 @pytest.mark.parametrize(
     "data", [b"a\xff", b"a\xe2", b"a\xe2\x82", b"a\xf0\x9f\x98", b"\xff", b"a\xffb", b"\xff\xff\xff\xff\xff\xffb", b"\xff" * 9]
 )
-def test_invalid_bytes_become_replacement_characters(tokenizer, data):
+def test_t08_invalid_bytes_become_replacement_characters(tokenizer, data):
     ids = byte_ids(tokenizer, data)
     for block in (1, 2, 50):
         assert "".join(stream_text(TextStream(tokenizer, []), ids, block)) == tokenizer.decode(ids)
@@ -170,7 +170,7 @@ def test_special_tokens_are_skipped_or_shown(tokenizer):
         ("ab", ["ab"], "", 2),
     ],
 )
-def test_stop_strings_are_found_across_token_borders(tokenizer, text, stop, expected, used, block):
+def test_t07_stop_strings_are_found_across_token_borders(tokenizer, text, stop, expected, used, block):
     ids = byte_ids(tokenizer, text.encode())
     chunks = stream_text(stream := TextStream(tokenizer, encode(tokenizer, "hello"), stop), ids, block)
     assert "".join(chunks) == stream.text == expected
@@ -210,7 +210,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("k", range(6))
-def test_a_stop_string_cuts_tokens_and_counts_where_it_is_complete(k):
+def test_t07_a_stop_string_cuts_tokens_and_counts_where_it_is_complete(k):
     ids = byte_ids(BYTES, b"xxabyyyyyyyyyyyyy")
     steps = Steps(ids, k)
     out = list(generate_text(steps.generate(), TextStream(BYTES, [], ["ab"])))

@@ -6,7 +6,7 @@ import click
 
 from specbuild.cli.options import config_argument
 from specbuild.config import load_config
-from specbuild.serve import run_serve
+from specbuild.serve import ALONE_SECONDS, ENGINES_SECONDS, describe_serve, run_serve
 from specbuild.triton.server import LOOPBACK, Ports
 
 PORT = click.IntRange(1, 65535)
@@ -19,14 +19,22 @@ PORT = click.IntRange(1, 65535)
 @click.option("--metrics-port", type=PORT, default=8002, show_default=True)
 @click.option("--address", default=LOOPBACK, show_default=True, help="Address to listen on; 0.0.0.0 = all.")
 @click.option(
-    "--timeout", type=click.FloatRange(0, 1e6, min_open=True), default=120, show_default=True, help="Seconds to wait until ready."
+    "--timeout",
+    type=click.FloatRange(0, 1e6, min_open=True),
+    help=f"Seconds to wait until ready.  [default: {ALONE_SECONDS}; with TensorRT engines {ENGINES_SECONDS}]",
 )
-def command(config: Path, http_port: int, grpc_port: int, metrics_port: int, address: str, timeout: float) -> None:
+@click.option("--dry-run", is_flag=True, help="Print the command that would be run, on any machine.")
+def command(config: Path, http_port: int, grpc_port: int, metrics_port: int, address: str, timeout: float | None, dry_run: bool) -> None:
     """Serve the repository with Triton.
 
     In the foreground, until Ctrl-C or SIGTERM. Logs go to stderr.
 
     \b
     specbuild serve configs/demo.yaml --http-port 9000 --grpc-port 9001 --metrics-port 9002
+    specbuild serve configs/demo.yaml --dry-run
     """
-    run_serve(load_config(config), Ports(http_port, grpc_port, metrics_port), address, timeout)
+    pair, ports = load_config(config), Ports(http_port, grpc_port, metrics_port)
+    if dry_run:
+        click.echo(describe_serve(pair, ports, address))
+        return
+    run_serve(pair, ports, address, timeout)

@@ -8,7 +8,11 @@ from typing import cast
 from specbuild.compilers.compiler import Compiler, Limits, Runner
 from specbuild.errors import ConfigError
 
-COMPILERS: dict[str, str] = {"onnx-cpu": "specbuild.compilers.onnx_cpu", "tensorrt": "specbuild.compilers.tensorrt"}
+COMPILERS: dict[str, str] = {
+    "onnx-cpu": "specbuild.compilers.onnx_cpu",
+    "tensorrt": "specbuild.compilers.tensorrt",
+    "llmapi": "specbuild.compilers.llmapi",
+}
 
 __all__ = ["COMPILERS", "Compiler", "Limits", "Runner", "find_compiler"]
 

@@ -47,6 +47,7 @@ class Runner(Protocol):
 class Compiler(Protocol):
     """A module of this package that turns a checkpoint into an engine directory."""
 
+    ENGINES: bool  # whether it builds any; without, the models' own files are packaged
     PACKAGES: tuple[str, ...]
     GROUPS: tuple[int, ...]  # group sizes to offer, widest first
     LIMITS: tuple[str, ...]  # the fields of Limits that its engines depend on

@@ -29,6 +29,7 @@ from specbuild.shape import ModelShape
 if TYPE_CHECKING:
     from specbuild.compilers.onnx_graph import GraphBuilder
 
+ENGINES = True
 PACKAGES = ("onnx", "onnxruntime", "torch")
 GROUPS = (128, 64, 32)  # and any other multiple of 32
 LIMITS = ("max_batch_size", "max_seq_len", "max_draft_len", "kernels")

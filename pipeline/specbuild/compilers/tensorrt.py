@@ -20,6 +20,7 @@ from specbuild.errors import EngineError
 from specbuild.quant import QuantScheme, find_scheme
 from specbuild.shape import ModelShape
 
+ENGINES = True
 PACKAGES = ()
 GROUPS = (128, 64)
 LIMITS = ("max_batch_size", "max_seq_len", "max_draft_len", "gather_logits")
@@ -150,12 +151,8 @@ def check_ranks(out: Path, world_size: int, label: str) -> None:
 
 
 def check_serving(engine: Engine) -> None:
-    """Raise EngineError when the engine was made for another machine; serving it is not there yet."""
+    """Raise EngineError when the engine was made for another machine."""
     engine_card.check_card(engine.directory, find_machine())
-    raise EngineError(
-        f"Cannot serve {engine.directory}: it fits this machine, but this version does not serve TensorRT engines yet. Set compiler: "
-        "onnx-cpu to serve the pair now."
-    )
 
 
 def open_runner(engine_dir: Path, max_slots: int = 8, threads: int = 0, vocab_size: int = 0) -> Runner:  # noqa: ARG001

@@ -45,3 +45,21 @@ GPUS: dict[str, Gpu] = {
         Gpu("cpu", "CPU (assumed: 64 GB, 77 GB/s, 1 TFLOPS)", 64e9, 76.8e9, 1e12, 2e12, None),
     )
 }
+
+DRIVER_NAMES = {
+    "h100": ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM2e"),
+    "h200": ("NVIDIA H200",),
+    "a100-80": ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
+    "l40s": ("NVIDIA L40S",),
+    "l4": ("NVIDIA L4",),
+    "a10": ("NVIDIA A10",),
+    "rtx4090": ("NVIDIA GeForce RTX 4090",),
+    "rtx3090": ("NVIDIA GeForce RTX 3090",),
+    "b200": ("NVIDIA B200",),
+}
+"""What nvidia-smi calls each, and other cards of its memory: for that they stand in, not for speed."""
+
+
+def find_gpu(driver_name: str) -> Gpu | None:
+    """Return the device of a name that nvidia-smi prints."""
+    return next((GPUS[name] for name, known in DRIVER_NAMES.items() if driver_name in known), None)

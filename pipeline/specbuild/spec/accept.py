@@ -30,22 +30,20 @@ def exact(target: Probs, tokens: Sequence[int], _draft: Probs | None, u: Probs) 
 def rejection(target: Probs, tokens: Sequence[int], draft: Probs | None, u: Probs) -> tuple[int, int]:
     """Accept with probability min(1, target / draft), else draw the recovered token from the residual.
 
-    Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
+    Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2. For a draft that was certain this is `exact`:
+    accepted with the target's probability of it, else drawn from what is left.
     """
+    if draft is None:
+        return exact(target, tokens, None, u)
     for i, token in enumerate(tokens):
-        certainty = 1.0 if draft is None else draft[i, token]
-        if u[i, ACCEPT] * certainty >= target[i, token]:
-            return i, draw(_residual(target[i], token, None if draft is None else draft[i]), u[i, RECOVER])
+        if u[i, ACCEPT] * draft[i, token] >= target[i, token]:
+            return i, draw(_residual(target[i], draft[i]), u[i, RECOVER])
     return len(tokens), draw(target[len(tokens)], u[len(tokens), RECOVER])  # the bonus token
 
 
-def _residual(target: Probs, token: int, draft: Probs | None) -> Probs:
+def _residual(target: Probs, draft: Probs) -> Probs:
     """max(target - draft, 0), not normalised (V,); the target itself where rounding leaves nothing of it."""
-    if draft is None:
-        residual = target.copy()
-        residual[token] = 0.0
-    else:
-        residual = np.maximum(target - draft, 0.0)
+    residual = np.maximum(target - draft, 0.0)
     return residual if residual.any() else target
 
 

@@ -67,7 +67,7 @@ def stream_generate(
 
 
 def _generate(url: str, values: Mapping[str, Any], timeout: float, model: str) -> Generator[Chunk, None, None]:
-    """The chunks of one request; leaving before the last one stops it on the server."""
+    """The chunks of one request; leaving before the last one, or not waiting any longer, stops it on the server."""
     stream = _Stream(url, model)
     try:
         stream.open()
@@ -76,7 +76,7 @@ def _generate(url: str, values: Mapping[str, Any], timeout: float, model: str) -
             chunk = read_chunk(stream.receive(timeout))
             if chunk is not None:
                 yield chunk
-    except (GeneratorExit, KeyboardInterrupt):
+    except (GeneratorExit, KeyboardInterrupt, ServingError):
         stream.stop_request()
         raise
     finally:
@@ -123,8 +123,10 @@ class _Stream:
         return result
 
     def stop_request(self) -> None:
-        """Stop the request on the server and wait until it has ended: cancelling the stream does not reach through an ensemble."""
-        with suppress(ServingError):
+        """Stop the request, if it still runs, and wait until it has ended: cancelling the stream does not reach through an ensemble."""
+        if not self.pending:
+            return
+        with suppress(ServingError, InferenceServerException):  # the stream may have broken
             self.send({"text_input": "stop", "max_tokens": 1, "stop": True})
             while self.pending:
                 self.receive(STOP_SECONDS)

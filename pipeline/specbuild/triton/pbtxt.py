@@ -35,17 +35,18 @@ def _add_tensors(config: pb.ModelConfig, spec: ModelSpec) -> None:
         config.output.add(name=tensor.name, data_type=_data_type(tensor), dims=tensor.dims)
 
 
-def make_python_model(
+def make_model(
     name: str,
     spec: ModelSpec,
     *,
     max_batch_size: int,
+    backend: str = "python",
     decoupled: bool = False,
     batching: bool = False,
     parameters: Mapping[str, str] | None = None,
 ) -> pb.ModelConfig:
-    """Make the config of a model that runs as Python on the CPU; `batching` lets requests that wait share one call."""
-    config = pb.ModelConfig(name=name, backend="python", max_batch_size=max_batch_size)
+    """Make the config of a model of one instance, which Triton keeps off the GPUs; `batching` lets requests that wait share one call."""
+    config = pb.ModelConfig(name=name, backend=backend, max_batch_size=max_batch_size)
     _add_tensors(config, spec)
     config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)
     config.model_transaction_policy.decoupled = decoupled

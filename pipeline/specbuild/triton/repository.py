@@ -1,24 +1,26 @@
 """Write the Triton model repository of a pair, and check one without starting a server.
 
-Every path inside is relative to its model's version directory, so the repository can be moved.
+Every path inside is relative, to its model's version directory or (in TensorRT-LLM's backend) to the repository: it can be moved.
 """
 
+import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import yaml
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from specbuild.errors import ServingError
 from specbuild.triton import contract
-from specbuild.triton.check_ensemble import check_ensemble
+from specbuild.triton.check_ensemble import check_batching, check_ensemble
 from specbuild.triton.contract import DRAFT, ENGINE, ENSEMBLE, LOOP, MODELS, PREPROCESSING, TARGET
-from specbuild.triton.pbtxt import EnsembleStep, format_config, load_config, make_ensemble, make_python_model
-
-ENGINE_DIR = "engine"
-"""Where an engine lies, beside the model.py that opens it."""
+from specbuild.triton.llmapi_model import make_llmapi_config
+from specbuild.triton.pbtxt import EnsembleStep, format_config, load_config, make_ensemble, make_model
+from specbuild.triton.trtllm_model import ENGINE_DIR, Place, check_trtllm_model, is_trtllm, make_trtllm_model
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,17 @@ class PairServing:
     end_ids: tuple[int, ...]
     pad_id: int
     vocab_size: int
+    compiler: str = "onnx-cpu"  # of both engines; it chooses the row of BACKENDS
+    places: Mapping[str, Place] = field(default_factory=dict)  # of each engine in TensorRT-LLM's backend, by role
+    fast_logits: bool = False
 
     def loop_parameters(self) -> dict[str, str]:
         """The parameters of the loop's config.pbtxt; `LoopSettings.from_parameters` reads them back."""
-        names = ("draft_len", "max_draft_len", "rule", "drafter", "context", "draft_context", "pad_id", "vocab_size")
+        names = ("draft_len", "max_draft_len", "rule", "drafter", "context", "draft_context", "pad_id")
         values = {name: str(getattr(self, name)) for name in names}
         values["max_running"] = str(self.max_batch_size)
+        switches = {"fast_logits": self.fast_logits, "seed_per_request": BACKENDS[self.compiler].seed_per_request}
+        values |= {name: "true" if on else "false" for name, on in switches.items()}
         return {"pair": self.name, **values, "end_ids": ",".join(map(str, self.end_ids))}
 
 
@@ -60,17 +67,28 @@ def find_templates() -> Path:
 def write_repository(out_dir: Path, serving: PairServing) -> None:
     """Write every model of the pair under `out_dir` (made if absent): configs, model.py files, tokenizer, engines as hard links."""
     write_ensemble(out_dir)
-    model = make_python_model(PREPROCESSING, MODELS[PREPROCESSING], max_batch_size=1)
+    model = make_model(PREPROCESSING, MODELS[PREPROCESSING], max_batch_size=1)
     version_dir = write_python_model(out_dir, model, template=PREPROCESSING)
     link_file(serving.tokenizer_dir / "tokenizer.json", version_dir / "tokenizer.json")
 
-    model = make_python_model(LOOP, MODELS[LOOP], max_batch_size=1, decoupled=True, parameters=serving.loop_parameters())
+    model = make_model(LOOP, MODELS[LOOP], max_batch_size=1, decoupled=True, parameters=serving.loop_parameters())
     version_dir = write_python_model(out_dir, model, template=LOOP)
     link_file(serving.tokenizer_dir / "tokenizer.json", version_dir / "tokenizer.json")
 
     write_engine_model(out_dir, TARGET, serving.target_engine, serving)
     if serving.draft_engine is not None:
         write_engine_model(out_dir, DRAFT, serving.draft_engine, serving)
+
+
+def write_models(out_dir: Path, directories: Mapping[str, Path], model_yaml: Mapping[str, Any]) -> None:
+    """Write the one model of TensorRT-LLM's LLM API, over links of the files of `target` and `draft`."""
+    version_dir = write_python_model(out_dir, make_llmapi_config(), template="llmapi")
+    (version_dir / "model.yaml").write_text(yaml.safe_dump(dict(model_yaml), sort_keys=False), encoding="utf-8")
+    for role, directory in directories.items():
+        (version_dir / role).mkdir()
+        for path in sorted(directory.iterdir()):
+            if path.is_file():
+                link_file(path, version_dir / role / path.name)
 
 
 def write_ensemble(out_dir: Path) -> None:
@@ -83,11 +101,45 @@ def write_ensemble(out_dir: Path) -> None:
     write_config(out_dir, make_ensemble(ENSEMBLE, public, steps, max_batch_size=1))
 
 
-def write_engine_model(out_dir: Path, role: str, engine_dir: Path, serving: PairServing) -> None:
-    """Write `target` or `draft`: the CPU engine's model.py over a link of the engine's files."""
+def make_cpu_engine(role: str, serving: PairServing) -> ModelConfig:
+    """Make the config of an engine that our own model.py runs."""
     parameters = {"role": role, "rule": serving.rule, "vocab_size": str(serving.vocab_size), "engine_dir": ENGINE_DIR}
-    model = make_python_model(role, ENGINE, max_batch_size=serving.max_batch_size, batching=True, parameters=parameters)
-    link_tree(engine_dir, write_python_model(out_dir, model, template="engine_cpu") / ENGINE_DIR)
+    return make_model(role, ENGINE, max_batch_size=serving.max_batch_size, batching=True, parameters=parameters)
+
+
+def make_trtllm_engine(role: str, serving: PairServing) -> ModelConfig:
+    """Make the config of an engine that TensorRT-LLM's backend runs."""
+    return make_trtllm_model(role, serving.places[role], serving.max_batch_size, fast_logits=serving.fast_logits)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What runs the engines of a compiler in Triton: the config of one in its role, and the model.py beside it, if it runs one.
+
+    seed_per_request: its random numbers start anew with each request, so that each round has to bring a seed of its own.
+    """
+
+    make_config: Callable[[str, PairServing], ModelConfig]
+    template: str | None = None
+    seed_per_request: bool = False
+
+
+BACKENDS = {
+    "onnx-cpu": Backend(make_cpu_engine, template="engine_cpu"),
+    "tensorrt": Backend(make_trtllm_engine, seed_per_request=True),
+}
+"""By the name of the compiler."""
+
+
+def write_engine_model(out_dir: Path, role: str, engine_dir: Path, serving: PairServing) -> None:
+    """Write `target` or `draft`, over a link of the engine's files."""
+    backend = BACKENDS[serving.compiler]
+    config = backend.make_config(role, serving)
+    if backend.template is None:
+        version_dir = write_config(out_dir, config)
+    else:
+        version_dir = write_python_model(out_dir, config, template=backend.template)
+    link_tree(engine_dir, version_dir / ENGINE_DIR)
 
 
 def write_config(out_dir: Path, config: ModelConfig) -> Path:
@@ -134,9 +186,17 @@ def check_repository(repository: Path) -> None:
         raise ServingError(f"Cannot serve {repository}: no models in it. Make it with `specbuild package CONFIG`.")
     configs = {directory.name: _check_model(directory) for directory in directories}
     for config in configs.values():
-        if config.platform == "ensemble":
+        check_batching(config)
+        if config.platform == "ensemble" or config.HasField("ensemble_scheduling"):
             check_ensemble(config, configs)
+        if is_trtllm(config):
+            check_trtllm_model(config, repository)
     _check_engines(configs)
+
+
+def load_configs(repository: Path) -> dict[str, ModelConfig]:
+    """Read the config.pbtxt of every model of a repository, by name."""
+    return {path.parent.name: load_config(path) for path in sorted(repository.glob("*/config.pbtxt"))}
 
 
 def _check_model(directory: Path) -> ModelConfig:
@@ -154,7 +214,19 @@ def _check_model(directory: Path) -> ModelConfig:
     engine_dir = config.parameters["engine_dir"].string_value if "engine_dir" in config.parameters else ""
     if engine_dir and not (directory / "1" / engine_dir).is_dir():
         raise ServingError(f"Cannot serve {directory}: no engine at 1/{engine_dir}. Run `specbuild package --force`.")
+    check_engine_batch(config, directory / "1" / ENGINE_DIR / "config.json")
     return config
+
+
+def check_engine_batch(config: ModelConfig, engine_config: Path) -> None:
+    """Raise ServingError when a model takes larger batches than its engine was built for."""
+    values = json.loads(engine_config.read_text(encoding="utf-8")) if engine_config.is_file() else {}
+    built = values.get("build_config", {}).get("max_batch_size", config.max_batch_size)
+    if config.max_batch_size > built:
+        raise ServingError(
+            f"Cannot serve {config.name}: max_batch_size is {config.max_batch_size}, but its engine was built for {built}. Run `specbuild "
+            "package --force`."
+        )
 
 
 def _check_engines(configs: Mapping[str, ModelConfig]) -> None:
@@ -163,6 +235,8 @@ def _check_engines(configs: Mapping[str, ModelConfig]) -> None:
     sizes = {str(config.name): int(config.max_batch_size) for config in engines}
     if len(set(sizes.values())) > 1:
         raise ServingError(f"Cannot serve this pair: max_batch_size differs, {sizes}. Expected one number; build both engines alike.")
+    if LOOP in configs and not configs[LOOP].model_transaction_policy.decoupled:
+        raise ServingError(f"Cannot serve {LOOP}: it is not decoupled, but it answers in chunks. Set decoupled to true.")
     for config in engines:
         if config.model_transaction_policy.decoupled:
             raise ServingError(f"Cannot serve {config.name}: it is decoupled, but the loop makes plain calls. Set decoupled to false.")

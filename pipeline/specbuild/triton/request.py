@@ -23,16 +23,25 @@ class LoopSettings:
     context: int
     draft_context: int
     end_ids: frozenset[int]
-    vocab_size: int
     max_running: int  # requests that run at once, one for each sequence that an engine keeps; more wait their turn
+    fast_logits: bool = False  # the draft's distributions go to the target inside the backend
+    seed_per_request: bool = False  # the engines draw with generators of their own, which start anew with each request
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, Any]) -> "LoopSettings":
         """Read the parameters of config.pbtxt, as Triton hands them over: {key: {"string_value": text}}."""
         text = {key: str(value["string_value"]) for key, value in parameters.items()}
-        numbers = {key: int(text[key]) for key in ("draft_len", "max_draft_len", "context", "draft_context", "vocab_size", "max_running")}
+        numbers = {key: int(text[key]) for key in ("draft_len", "max_draft_len", "context", "draft_context", "max_running")}
         end_ids = frozenset(int(part) for part in text["end_ids"].split(",") if part)
-        return cls(rule=text["rule"], drafter=text["drafter"], end_ids=end_ids, **numbers)
+        fast_logits, seed_per_request = (text.get(key, "false") == "true" for key in ("fast_logits", "seed_per_request"))
+        return cls(
+            rule=text["rule"],
+            drafter=text["drafter"],
+            end_ids=end_ids,
+            fast_logits=fast_logits,
+            seed_per_request=seed_per_request,
+            **numbers,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Start, watch and stop a tritonserver: the one on PATH, or the one that nvidia-pytriton carries."""
+"""Start, watch and stop a tritonserver: the one on PATH, or the one that nvidia-pytriton carries; for TensorRT engines, several."""
 
 import ctypes
 import http.client
@@ -17,16 +17,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from specbuild.errors import ServingError
+from specbuild.triton.launch import MPIRUN, Launch, format_command
 
 LOOPBACK = "127.0.0.1"
+ALONE = Launch()
 GRACE_SECONDS = 10
 """How long a server may take to unload its models after SIGTERM."""
+CONTAINER_SERVER = Path("/opt/tritonserver/bin/tritonserver")
+"""Where NVIDIA's containers have it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,24 @@ def find_installation() -> Installation:
     bundle = Path(locations[0]) / "tritonserver"
     check_bundle(bundle)
     return Installation(bundle / "bin" / "tritonserver", bundle)
+
+
+def find_trtllm_installation() -> Installation:
+    """Find a tritonserver with TensorRT-LLM's backend, and mpirun; raises ServingError when one is missing."""
+    binary = find_container_server()
+    missing = [] if binary.is_file() else [f"no tritonserver on PATH or at {CONTAINER_SERVER}"]
+    missing += [] if shutil.which(MPIRUN[0]) else [f"no {MPIRUN[0]} on PATH"]
+    if missing:
+        raise ServingError(
+            f"Cannot serve TensorRT engines on this machine: {' and '.join(missing)}. Run `specbuild serve` in the container that built "
+            "them, or set compiler: onnx-cpu. `--dry-run` prints the command anywhere."
+        )
+    return Installation(binary)
+
+
+def find_container_server() -> Path:
+    """Return the tritonserver on PATH, else where NVIDIA's containers have it, whether it is there or not."""
+    return Path(shutil.which("tritonserver") or CONTAINER_SERVER)
 
 
 def check_bundle(bundle: Path) -> None:
@@ -102,14 +125,29 @@ def make_environment(bundle: Path | None, base: Mapping[str, str]) -> dict[str, 
     return env
 
 
-def make_command(installation: Installation, repository: Path, ports: Ports, address: str, backends_dir: Path | None) -> list[str]:
-    """Make the command line; models are loaded exactly as their config.pbtxt says."""
-    command = [str(installation.binary), f"--model-repository={repository}", "--disable-auto-complete-config"]
+def make_command(
+    installation: Installation,
+    repository: Path,
+    ports: Ports,
+    address: str,
+    backends_dir: Path | None,
+    launch: Launch = ALONE,
+    name: str | None = None,
+) -> list[str]:
+    """Make the command line; models are loaded exactly as their config.pbtxt says, unless one completes its own. `name`: see `make_id`."""
+    server_id = name or make_id(ports)
+    command = [str(installation.binary), f"--model-repository={repository}"]
+    command += [] if launch.completes else ["--disable-auto-complete-config"]
     command += [f"{option}={number}" for option, number in ports.as_options().items()]
     command += [f"--{service}-address={address}" for service in ("http", "grpc", "metrics")]
-    command += [f"--id={make_id(ports)}", f"--backend-config=python,shm-region-prefix-name={make_id(ports)}"]
-    command += [f"--exit-timeout-secs={GRACE_SECONDS // 2}"]
-    return command if backends_dir is None else [*command, f"--backend-directory={backends_dir}"]
+    command += [f"--id={server_id}", f"--exit-timeout-secs={GRACE_SECONDS // 2}"]
+    command += [] if backends_dir is None else [f"--backend-directory={backends_dir}"]
+
+    def make_server(rank: int) -> list[str]:
+        # Processes on one machine share /dev/shm: each needs names of its own there.
+        return [*command, f"--backend-config=python,shm-region-prefix-name={server_id}{f'{rank}-' if rank else ''}"]
+
+    return launch.make_command(make_server)
 
 
 def make_id(ports: Ports) -> str:
@@ -167,12 +205,13 @@ def _die_with_parent() -> None:
 
 @dataclass
 class Server:
-    """One tritonserver process; use as a context manager, or call start, wait_until_ready and stop."""
+    """One tritonserver, or mpirun and the several that it starts; use as a context manager, or call start, wait_until_ready and stop."""
 
     repository: Path
     ports: Ports = field(default_factory=Ports)
     address: str = LOOPBACK
     log: IO[str] | None = None
+    launch: Launch = ALONE
     _process: "subprocess.Popen[str] | None" = field(default=None, init=False)
     _lines: "deque[str]" = field(default_factory=lambda: deque(maxlen=500), init=False)
     _scratch: "tempfile.TemporaryDirectory[str] | None" = field(default=None, init=False)
@@ -182,19 +221,22 @@ class Server:
         """Start the process; raises ServingError when the server is missing, the repository absent or a port taken."""
         if not self.repository.is_dir():
             raise ServingError(f"Cannot serve {self.repository}: no such model repository. Make it with `specbuild package CONFIG`.")
-        installation = find_installation()
+        installation = find_installation() if self.launch == ALONE else find_trtllm_installation()
         self.address = find_address(self.address)
         check_ports(self.ports, self.address)
         self._scratch = make_scratch()
         # The Python backend starts its stubs through a shell, with paths as they are: none of them may hold a space.
-        repository, backends_dir = Path(self._scratch.name) / "repository", None
-        repository.symlink_to(self.repository.resolve())
+        repository, backends_dir = self.repository.resolve(), None
+        if shlex.quote(str(repository)) != str(repository):  # else its own path: ranks on other nodes do not see this one's links
+            repository = Path(self._scratch.name) / "repository"
+            repository.symlink_to(self.repository.resolve())
         if installation.bundle is not None:
             backends_dir = Path(self._scratch.name) / "backends"
             write_backends(installation.bundle, backends_dir)
         self._process = subprocess.Popen(
-            make_command(installation, repository, self.ports, self.address, backends_dir),
-            env=make_environment(installation.bundle, os.environ),
+            make_command(installation, repository, self.ports, self.address, backends_dir, self.launch),
+            env=make_environment(installation.bundle, os.environ) | self.launch.environment,
+            cwd=None if self.launch == ALONE else repository,  # TensorRT-LLM's backend takes paths from here
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -206,6 +248,18 @@ class Server:
         self._pump = threading.Thread(target=self._copy_log, args=(self._process.stdout,), daemon=True)
         self._pump.start()
         return self
+
+    def describe(self) -> str:
+        """Return the command that `start` would run, for a shell, after what it changes in the environment."""
+        installation = find_installation() if self.launch == ALONE else Installation(find_container_server())
+        backends_dir = None if installation.bundle is None else Path("BACKENDS")
+        name, repository = f"specbuild-{self.ports.grpc}-", self.repository.resolve()
+        command = make_command(installation, repository, self.ports, find_address(self.address), backends_dir, self.launch, name)
+        before = {variable: f"${variable}" for variable in ("PATH", "LD_LIBRARY_PATH")}
+        changes = (make_environment(installation.bundle, before) | self.launch.environment).items() - before.items()
+        text = format_command(command, dict(sorted(changes)), None if self.launch == ALONE else str(repository))
+        note = f"# BACKENDS: a directory of links to the Python backend in {installation.bundle}, made at the start\n"
+        return text if backends_dir is None else note + text
 
     def _copy_log(self, stream: IO[str]) -> None:
         """Keep the last lines of the server's log, and pass each on to `log`."""
@@ -257,7 +311,7 @@ class Server:
             return None
 
     def stop(self) -> int | None:
-        """End the server and every stub of it: SIGTERM, a grace time, then SIGKILL to the whole group. Safe to call twice."""
+        """End the server and all that it started: SIGTERM, a grace time, then SIGKILL to the whole session. Safe to call twice."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -267,7 +321,7 @@ class Server:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            _kill_group(process.pid)
+            _kill_session(process.pid)
             code = process.wait()
         if self._pump is not None:
             self._pump.join(timeout=5)
@@ -284,9 +338,10 @@ class Server:
         self.stop()
 
 
-def _kill_group(group: int) -> None:
-    """SIGKILL whatever is left of a process group."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
+def _kill_session(session: int) -> None:
+    """SIGKILL whatever is left of a session: mpirun gives each process that it starts a group of its own."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):  # it may end, or be another user's
+            # The name of a program, in parentheses, may hold spaces and parentheses.
+            if int(path.read_text(errors="replace").rpartition(")")[2].split()[3]) == session:
+                os.kill(int(path.parent.name), signal.SIGKILL)

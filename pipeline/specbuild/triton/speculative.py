@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from specbuild.errors import ServingError
-from specbuild.spec.drafters import DRAFTERS
-from specbuild.spec.loop import Drafter, speculate
+from specbuild.spec.loop import speculate
 from specbuild.spec.stats import SpecStats
 from specbuild.text import TextStep, TextStream, generate_text
 from specbuild.tokenizer import load_tokenizer
-from specbuild.triton.bls import BlsDrafter, BlsVerifier, EngineClient
-from specbuild.triton.contract import DRAFT, LOOP, MODELS, TARGET
+from specbuild.triton.bls import make_models
+from specbuild.triton.contract import LOOP, MODELS
 from specbuild.triton.request import LoopSettings, TextRequest, refuse_parameters
 from specbuild.triton.wire import make_error, make_tensors, read_item, read_tensors
 
@@ -103,15 +102,11 @@ class SpeculativeModel:
 
     def _generate(self, request: TextRequest, request_id: str, cancelled: Callable[[], bool]) -> Generator[TextStep, None, None]:
         """The steps of a request, with their text."""
-        settings, rejection = self._settings, self._settings.rule == "rejection"
-        drafter: Drafter = (
-            BlsDrafter(EngineClient(self._pb_utils, DRAFT, request_id), with_probs=rejection)
-            if settings.drafter == "model"
-            else DRAFTERS[settings.drafter](None)
-        )
+        settings = self._settings
+        drafter, verifier = make_models(self._pb_utils, settings, request_id)
         steps = speculate(
             drafter,
-            BlsVerifier(EngineClient(self._pb_utils, TARGET, request_id), rejection, settings.vocab_size),
+            verifier,
             request.prompt_ids,
             sampling=request.sampling,
             max_tokens=request.max_tokens,

@@ -170,7 +170,7 @@ def test_the_same_test_catches_a_drafter_that_lies_about_its_odds():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_an_end_token_inside_the_draft_ends_the_counts_with_it(rule):
+def test_s11_an_end_token_inside_the_draft_ends_the_counts_with_it(rule):
     """Self-draft, the third new token is the end, five were asked for: three tokens, three drafted, three accepted."""
     sampling = Sampling(end_ids=frozenset({5}))
     tokens, steps, stats = run(ModelDrafter(COUNTER), ModelVerifier(COUNTER, rule), sampling=sampling, draft_len=5)
@@ -204,7 +204,7 @@ def test_any_of_several_end_tokens_stops(end_ids, k):
         ((1, 9), 2, 3, 1, Verified((1,), 1, 1, "length")),  # one outside does not leak
     ],
 )
-def test_commit_cuts_at_the_first_end_token_and_at_the_limit(draft, accepted, token, limit, expected):
+def test_s12_commit_cuts_at_the_first_end_token_and_at_the_limit(draft, accepted, token, limit, expected):
     assert commit(Draft(draft), accepted, token, Sampling(end_ids=frozenset({9})), limit) == expected
 
 
@@ -221,7 +221,7 @@ def test_commit_cuts_at_the_first_end_token_and_at_the_limit(draft, accepted, to
         ({"max_tokens": 4, "draft_len": -3}, [], 4),
     ],
 )
-def test_drafts_are_bounded_by_budget_and_contexts(limits, asked, produced):
+def test_s12_drafts_are_bounded_by_budget_and_contexts(limits, asked, produced):
     drafter = Asked(ModelDrafter(COUNTER))
     tokens, steps, _ = run(drafter, ModelVerifier(COUNTER, "exact"), **limits)
     assert tokens == plain(COUNTER, (1, 2), produced)
@@ -242,7 +242,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, seed=1)])
-def test_an_idle_drafter_is_back_at_full_acceptance_at_once(sampling):
+def test_s23_an_idle_drafter_is_back_at_full_acceptance_at_once(sampling):
     """Draft lengths 3, 0, 0, 3: the whole sequence comes with every call, so the draft catches up with what it missed."""
     schedule, draft = (3, 0, 0, 3), Recurrent()
     verifier = ModelVerifier(Recurrent(), "rejection")
@@ -251,7 +251,7 @@ def test_an_idle_drafter_is_back_at_full_acceptance_at_once(sampling):
     assert draft.cached == [1, 2, *tokens[:-2]]  # all but the last proposal and the bonus token
 
 
-def test_cancelling_ends_with_a_step_of_its_own():
+def test_t11_cancelling_ends_with_a_step_of_its_own():
     polls = iter([False, False, True])
     _, steps, _ = run(RandomDrafter(vocab=10), ModelVerifier(COUNTER, "exact"), cancelled=lambda: next(polls))
     assert [step.finish_reason for step in steps] == [None, None, "cancelled"]

@@ -6,7 +6,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from specbuild.errors import ServingError
 from specbuild.triton import contract
-from specbuild.triton.pbtxt import format_config, load_config, make_python_model
+from specbuild.triton.pbtxt import format_config, load_config, make_model
 
 # What genai-perf and Triton's OpenAI front end send to a TensorRT-LLM model.
 SENT_BY_CLIENTS = {
@@ -35,7 +35,7 @@ def test_neutral_values_are_of_declared_inputs():
 
 
 def test_config_survives_text():
-    config = make_python_model("m", contract.ENGINE, max_batch_size=8, decoupled=True, batching=True, parameters={"a": 'quo"te\n${'})
+    config = make_model("m", contract.ENGINE, max_batch_size=8, decoupled=True, batching=True, parameters={"a": 'quo"te\n${'})
     parsed = text_format.Parse(format_config(config), pb.ModelConfig())
     assert parsed == config
     assert parsed.HasField("dynamic_batching")

@@ -7,8 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from specbuild.errors import ServingError
-from specbuild.triton.pbtxt import format_config, load_config
-from specbuild.triton.repository import PairServing, check_repository, find_templates, write_repository
+from specbuild.triton.contract import ModelSpec, TensorSpec
+from specbuild.triton.pbtxt import format_config, load_config, make_model
+from specbuild.triton.repository import PairServing, check_repository, find_templates, write_config, write_repository
 
 
 @pytest.fixture
@@ -123,30 +124,137 @@ def unknown_step(config):
     config.ensemble_scheduling.step[0].model_name = "tokenize"
 
 
-@pytest.mark.parametrize(
-    ("model", "change", "message"),
-    [
-        ("ensemble", drop_input_map, "'seed' is used by nothing"),
-        ("ensemble", drop_required, "needs input 'max_tokens'"),
-        ("ensemble", map_unknown, "no input 'nonsense'"),
-        ("ensemble", map_unwritten, "'nowhere', read by step"),
-        ("ensemble", drop_output, "'rounds' is not written"),
-        ("ensemble", extra_output, "'text_output' has two writers"),
-        ("ensemble", wrong_type, "TYPE_INT32 at"),
-        ("ensemble", wrong_dims, r"dims \[1\] at one end and \[2\]"),
-        ("ensemble", too_large_batch, "exceeds that of step"),
-        ("ensemble", with_instances, "neither backend nor instance_group"),
-        ("ensemble", unknown_step, "'tokenize' is not a model"),
-        ("target", lambda config: setattr(config, "max_batch_size", 2), "max_batch_size differs"),
-        ("draft", lambda config: setattr(config, "name", "other"), "expected the directory's name 'draft'"),
-        ("draft", lambda config: setattr(config.model_transaction_policy, "decoupled", True), "is decoupled"),
-        ("draft", lambda config: setattr(config.parameters["x"], "string_value", "${y}"), "unfilled"),
-    ],
-)
+def other_platform(config):
+    config.platform = "python"
+
+
+def with_warmup(config):
+    config.model_warmup.add(name="w")
+
+
+def nameless_step(config):
+    config.ensemble_scheduling.step[0].model_name = ""
+
+
+def no_input_map(config):
+    config.ensemble_scheduling.step[0].input_map.clear()
+
+
+def no_output_map(config):
+    config.ensemble_scheduling.step[0].output_map.clear()
+
+
+def no_steps(config):
+    del config.ensemble_scheduling.step[:]
+
+
+def unused_input(config):
+    config.input.add(name="extra", data_type=8, dims=[1])
+
+
+def circle(config):
+    config.ensemble_scheduling.step[0].input_map["text_input"] = "text_output"
+
+
+def unread_tensor(config):
+    config.ensemble_scheduling.step[1].output_map["rounds"] = "nobody"
+    config.output.remove(next(tensor for tensor in config.output if tensor.name == "rounds"))
+
+
+def no_such_output(config):
+    config.ensemble_scheduling.step[0].output_map["nonsense"] = "x"
+
+
+def other_rank(config):
+    next(tensor for tensor in config.input if tensor.name == "seed").dims.append(1)
+
+
+def after_decoupled(config):
+    """The prompt again, as it was before the loop, beside what the loop answers: how often would this step run?"""
+    step = config.ensemble_scheduling.step.add(model_name="both")
+    step.input_map.update({"a": "text_input", "b": "text_output"})
+    step.output_map.update({"c": "c"})
+    config.output.add(name="c", data_type=13, dims=[1])
+
+
+def preferred(sizes):
+    return lambda config: config.dynamic_batching.preferred_batch_size.extend(sizes)
+
+
+# Every rule of the contract's table of ensemble validation, in its order.
+FAULTS = {
+    "1 platform": ("ensemble", other_platform, "has steps, but platform 'python'"),
+    "1 backend": ("ensemble", lambda config: setattr(config, "backend", "onnxruntime"), "it has backend"),
+    "2 instance_group": ("ensemble", with_instances, "neither backend nor instance_group.*it has instance_group"),
+    "2 optimization": ("ensemble", lambda config: config.optimization.SetInParent(), "it has optimization"),
+    "2 model_warmup": ("ensemble", with_warmup, "it has model_warmup"),
+    "3 model_name": ("ensemble", nameless_step, "has no model_name"),
+    "3 input_map": ("ensemble", no_input_map, "has no input_map"),
+    "3 output_map": ("ensemble", no_output_map, "has no output_map"),
+    "3 no step": ("ensemble", no_steps, "has no steps"),
+    "4 input unused": ("ensemble", unused_input, "'extra' is used by nothing"),
+    "4 input unmapped": ("ensemble", drop_input_map, "'seed' is used by nothing"),
+    "5 output unwritten": ("ensemble", drop_output, "'rounds' is not written"),
+    "5 not connected": ("ensemble", map_unwritten, "'nowhere', read by step"),
+    "5 circle": ("ensemble", circle, "'text_output', read by step 'preprocessing', is written by no step that can run before it"),
+    "6 dangling": ("ensemble", unread_tensor, "'nobody' is used by nothing"),
+    "7 two writers": ("ensemble", extra_output, "'text_output' has two writers"),
+    "8 required input": ("ensemble", drop_required, "needs input 'max_tokens'"),
+    "9 no such input": ("ensemble", map_unknown, "no input 'nonsense'"),
+    "9 no such output": ("ensemble", no_such_output, "no output 'nonsense'"),
+    "10 type": ("ensemble", wrong_type, "TYPE_INT32 at"),
+    "10 dims": ("ensemble", wrong_dims, r"dims \[1\] at one end and \[2\]"),
+    "10 rank": ("ensemble", other_rank, r"dims \[1\] at one end and \[1, 1\]"),
+    "10 no batch at one end": ("preprocessing", lambda config: setattr(config, "max_batch_size", 0), r"dims \[1\] .* \[-1, 1\]"),
+    "11 batch": ("ensemble", too_large_batch, "exceeds that of step"),
+    "12 decoupled": ("ensemble", after_decoupled, "'both' reads tensors from before and after a decoupled step"),
+    "13 missing model": ("ensemble", unknown_step, "'tokenize' is not a model"),
+    "14 preferred too large": ("target", preferred([4, 5]), "preferred_batch_size 5 is not from 1 to its max_batch_size 4"),
+    "14 preferred zero": ("target", preferred([0]), "preferred_batch_size 0"),
+    "batch sizes differ": ("target", lambda config: setattr(config, "max_batch_size", 2), "max_batch_size differs"),
+    "other name": ("draft", lambda config: setattr(config, "name", "other"), "expected the directory's name 'draft'"),
+    "decoupled engine": ("draft", lambda config: setattr(config.model_transaction_policy, "decoupled", True), "is decoupled"),
+    "T-04 unary loop": (
+        "speculative_decoding",
+        lambda config: setattr(config.model_transaction_policy, "decoupled", False),
+        "it answers in chunks",
+    ),
+    "T-01 unfilled": ("draft", lambda config: setattr(config.parameters["x"], "string_value", "${y}"), "unfilled"),
+}
+
+
+@pytest.mark.parametrize(("model", "change", "message"), FAULTS.values(), ids=FAULTS)
 def test_planted_faults(repository, model, change, message):
+    both = make_model(
+        "both", ModelSpec((TensorSpec("a", "BYTES"), TensorSpec("b", "BYTES")), (TensorSpec("c", "BYTES"),)), max_batch_size=1
+    )
+    version_dir = write_config(repository, both)
+    (version_dir / "model.py").write_text("")
+    check_repository(repository)
     edit(repository, model, change)
     with pytest.raises(ServingError, match=message):
         check_repository(repository)
+
+
+def test_steps_may_stand_in_any_order(repository):
+    def turn(config):
+        first, second = config.ensemble_scheduling.step
+        config.ensemble_scheduling.step.append(first)
+        config.ensemble_scheduling.step.remove(first)
+        assert config.ensemble_scheduling.step[0] == second
+
+    edit(repository, "ensemble", turn)
+    check_repository(repository)
+
+
+def test_an_unbatched_step_may_declare_the_batch_dimension(repository):
+    def unbatch(config):
+        config.max_batch_size = 0
+        for tensor in (*config.input, *config.output):
+            tensor.dims.insert(0, -1)
+
+    edit(repository, "preprocessing", unbatch)
+    check_repository(repository)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class Slow(TableModel):
 
 
 @pytest.mark.parametrize("how", ["stop request", "cancelled", "unload"])
-def test_a_running_request_can_be_stopped(served, how):
+def test_t11_a_running_request_can_be_stopped(served, how):
     gate = fake_triton.threading.Event()
     model = served(end_ids="", target=Slow(gate))
     request = ask(model, request_id="r1", wait=False, stream=True)

@@ -1,0 +1,5 @@
+cd /work/build/ngram-tp2/model_repository && \
+PATH="/usr/bin:$PATH" \
+mpirun --allow-run-as-root \
+-n 1 /opt/tritonserver/bin/tritonserver --model-repository=/work/build/ngram-tp2/model_repository --disable-auto-complete-config --http-port=8000 --grpc-port=8001 --metrics-port=8002 --http-address=127.0.0.1 --grpc-address=127.0.0.1 --metrics-address=127.0.0.1 --id=specbuild-8001- --exit-timeout-secs=5 --backend-config=python,shm-region-prefix-name=specbuild-8001- : \
+-n 1 /opt/tritonserver/bin/tritonserver --model-repository=/work/build/ngram-tp2/model_repository --disable-auto-complete-config --http-port=8000 --grpc-port=8001 --metrics-port=8002 --http-address=127.0.0.1 --grpc-address=127.0.0.1 --metrics-address=127.0.0.1 --id=specbuild-8001- --exit-timeout-secs=5 --backend-config=python,shm-region-prefix-name=specbuild-8001-1- --model-control-mode=explicit --load-model=target
