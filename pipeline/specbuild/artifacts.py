@@ -18,7 +18,7 @@ from specbuild.tensorfile import LoadableTensor, TensorEntry, read_header
 from specbuild.tllm_config import check_tllm_config, shape_from_tllm
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or as an index of shards, is the model
-_SMALL_FILES = ("*.json", "tokenizer.model", "*.txt")
+SMALL_FILES = ("*.json", "tokenizer.model", "*.txt")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -79,7 +79,7 @@ def _fetch_from_hub(model: ModelConfig, local: Path, weights: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        directory = _fetch_files(model.model, model.revision, _SMALL_FILES)
+        directory = _fetch_files(model.model, model.revision, SMALL_FILES)
         if weights:
             _fetch_weights(model.model, directory)
         return directory

@@ -27,7 +27,9 @@ def test_help_and_version_import_no_heavy_library(arguments):
 
 
 def test_the_group_lists_every_command_of_the_specification():
-    expected = ["check", "plan", "convert", "quantize", "build", "package", "run", "generate", "verify", "bench", "serve", "call"]
+    expected = [
+        "check", "plan", "lock", "convert", "quantize", "build", "package", "run", "generate", "verify", "bench", "serve", "call", "deploy",
+    ]  # fmt: skip
     assert list(COMMANDS) == expected
     text = invoke("--help").output
     assert [line.split()[0] for line in text.split("Commands:\n")[1].splitlines() if line.startswith("  ") and line[2] != " "] == expected
@@ -63,7 +65,7 @@ def test_every_option_has_a_help_text(name):
         ("plan", {"--gpu", "--batch", "--alpha", "--measured", "--cost-ratio", "--max-draft-len", "--plot", "--json"}),
         ("verify", {"--json"}),
         ("bench", {"--url", "--prompts", "--max-tokens", "--draft-len", "--batch", "--runs", "--json", "--html"}),
-        ("serve", {"--http-port", "--grpc-port", "--metrics-port"}),
+        ("serve", {"--http-port", "--grpc-port", "--metrics-port", "--dry-run"}),
         *((name, {"--prompt", "--prompt-file", "--max-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--draft-len", "--stop",
                   "--json"}) for name in ("generate", "call")),
         ("call", {"--url"}),

@@ -14,6 +14,7 @@ from specbuild.errors import SpecbuildError
 COMMANDS = {
     "check": "Check a pair without reading weights.",
     "plan": "Plan memory and draft length before building.",
+    "lock": "Pin what a pair is made from.",
     "convert": "Convert both models to TensorRT-LLM checkpoints.",
     "quantize": "Quantize both checkpoints.",
     "build": "Build both engines.",
@@ -24,6 +25,7 @@ COMMANDS = {
     "bench": "Measure speculative against plain decoding.",
     "serve": "Serve the repository with Triton.",
     "call": "Stream an answer from a running server.",
+    "deploy": "Write compose or Kubernetes files.",
 }
 
 

@@ -5,22 +5,27 @@ from pathlib import Path
 import click
 
 from specbuild.check import ModelReport, PairReport, check_pair
-from specbuild.cli.options import config_argument, echo_json, json_option
+from specbuild.cli.options import config_argument, echo_json, json_option, locked_option
 from specbuild.config import load_config
+from specbuild.lock import check_lock
 
 
 @click.command("check")
 @config_argument
+@locked_option
 @json_option
-def command(config: Path, as_json: bool) -> None:
+def command(config: Path, locked: bool, as_json: bool) -> None:
     """Check a pair without reading weights.
 
-    Files, shapes, schemes, tokenizers, limits: the first thing that cannot work is one error.
+    Files, shapes, schemes, tokenizers, limits: the first thing that cannot work is one error. --locked does read them: for their digests.
 
     \b
     specbuild check configs/demo.yaml
     """
-    report = check_pair(load_config(config))
+    pair = load_config(config)
+    if locked:
+        check_lock(pair)
+    report = check_pair(pair)
     if as_json:
         echo_json(report.to_dict())
     else:

@@ -18,6 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 config_argument = click.argument("config", type=click.Path(path_type=Path))
 force_option = click.option("--force", is_flag=True, help="Make it anew even if it is up to date.")
 only_option = click.option("--only", type=click.Choice(ROLES), help="Only this model of the pair.")
+locked_option = click.option("--locked", is_flag=True, help="Refuse whatever differs from CONFIG.lock, as `specbuild lock` wrote it.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 
 
@@ -38,8 +39,15 @@ def check_stop(_ctx: click.Context, _param: click.Parameter, stop: tuple[str, ..
     return stop
 
 
+def take_one(_ctx: click.Context, _param: click.Parameter, prompts: tuple[str, ...]) -> str | None:
+    """Return the one prompt: click would keep the last of several without a word."""
+    if len(prompts) > 1:
+        raise click.UsageError(f"Give --prompt once: a request is one prompt, got {len(prompts)}.")
+    return prompts[0] if prompts else None
+
+
 _GENERATION_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option("--prompt", help="The text to continue."),
+    click.option("--prompt", multiple=True, callback=take_one, help="The text to continue."),
     click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin."),
     click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = greedy."),

@@ -9,8 +9,9 @@ import click
 
 from specbuild.acceptance import format_acceptance, run_acceptance
 from specbuild.check import check_names
-from specbuild.cli.options import config_argument, echo_json, force_option, json_option, only_option, roles_of
+from specbuild.cli.options import config_argument, echo_json, force_option, json_option, locked_option, only_option, roles_of
 from specbuild.config import Role, load_config
+from specbuild.lock import check_lock
 from specbuild.quality import format_quality, load_quality
 from specbuild.quantize import run_quantize
 
@@ -19,8 +20,9 @@ from specbuild.quantize import run_quantize
 @config_argument
 @only_option
 @force_option
+@locked_option
 @json_option
-def command(config: Path, only: Role | None, force: bool, as_json: bool) -> None:
+def command(config: Path, only: Role | None, force: bool, locked: bool, as_json: bool) -> None:
     """Quantize both checkpoints.
 
     Ends with what it did to each model, measured on held-out text, and to the draft's acceptance.
@@ -30,6 +32,8 @@ def command(config: Path, only: Role | None, force: bool, as_json: bool) -> None
     """
     pair = load_config(config)
     check_names(pair)
+    if locked:
+        check_lock(pair, ("quantize",))
     for role in roles_of(only):
         run_quantize(pair, role, force)
     reports = {role: load_quality(pair.dir_of(role, "quantized")) for role in roles_of(only)}
