@@ -108,7 +108,7 @@ def keep_known(now: ContainerPins | None, before: ContainerPins | None) -> Conta
 def check_lock(config: PairConfig, stages: Sequence[Stage] = STAGES) -> None:
     """Raise ConfigError that names whatever these stages read and is not as locked; weights are read only if all else is."""
     locked = load_lock(config)
-    for weights in (False, True) if "convert" in stages else (False,):
+    for weights in (False, True) if reads_weights(config, stages) else (False,):
         found = make_lock(config, stages, weights=weights)
         if differences := find_differences(select_pins(locked, config, stages, weights), found):
             more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
@@ -121,7 +121,7 @@ def check_lock(config: PairConfig, stages: Sequence[Stage] = STAGES) -> None:
 def make_lock(config: PairConfig, stages: Sequence[Stage], container_digest: str | None = None, weights: bool = True) -> Lock:
     """Return what these stages read now. `weights`: of `convert`, the weight files too."""
     small = any(stage in READS_SMALL_FILES for stage in stages)
-    models = {role: pin_model(config, role, weights and "convert" in stages) for role in ROLES} if small else {}
+    models = {role: pin_model(config, role, weights and reads_weights(config, stages)) for role in ROLES} if small else {}
     return Lock(
         packages={name: python_version() if name == "python" else find_version(name) for name in packages_of(config, stages)},
         container=pin_container(config, stages, container_digest),
@@ -134,13 +134,18 @@ def make_lock(config: PairConfig, stages: Sequence[Stage], container_digest: str
 def select_pins(locked: Lock, config: PairConfig, stages: Sequence[Stage], weights: bool) -> Lock:
     """Return the part of a lock that make_lock finds for the same arguments."""
     models = locked.models if any(stage in READS_SMALL_FILES for stage in stages) else {}
-    if not (weights and "convert" in stages):
+    if not (weights and reads_weights(config, stages)):
         models = {role: pins.model_copy(update={"files": _without_weights(pins.files), "adapter": {}}) for role, pins in models.items()}
     wanted = packages_of(config, stages)
     packages = {name: version for name, version in locked.packages.items() if name in wanted}
     return locked.model_copy(
         update={"packages": packages, "models": models, "texts": locked.texts if "quantize" in stages else {}},
     )
+
+
+def reads_weights(config: PairConfig, stages: Sequence[Stage]) -> bool:
+    """Tell whether one of these stages reads weight files: convert, and package where the models' own files are served."""
+    return "convert" in stages or ("package" in stages and not find_compiler(config.build.compiler).ENGINES)
 
 
 def _without_weights(files: Mapping[str, str]) -> dict[str, str]:

@@ -328,7 +328,7 @@ def test_a_digest_for_a_compiler_without_a_container_is_refused(locked, cli):
 # --- the commands
 
 
-@pytest.mark.parametrize("command", ["check", "convert", "quantize", "build", "package", "run"])
+@pytest.mark.parametrize("command", ["check", "convert", "quantize", "build", "package", "run", "serve"])
 def test_every_stage_refuses_a_difference_and_writes_nothing(locked, cli, command):
     values = yaml.safe_load(locked.read_text())
     locked.write_text(yaml.safe_dump({**values, "name": "other"}))
@@ -397,3 +397,13 @@ def test_what_changed_is_said_on_locking_again(locked, cli):
     code, out, err = cli("lock", locked)
     assert (code, out) == (0, "")
     assert err.splitlines() == ["key name is other, locked tiny", f"{lock_path(load_config(locked))} written"]
+
+
+def test_package_is_held_to_the_weights_where_the_models_own_files_are_served(write, cli):
+    plain = {"quantize": {"scheme": "full_prec"}}
+    path = write(target=plain, draft=plain, speculation={"acceptance": "exact"}, build={"compiler": "llmapi"})
+    run_lock(load_config(path))
+    check_lock(load_config(path), ("package",))
+    weights = path.parent / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b"\0")
+    assert "model.safetensors" in refusal(path, ("package",))
