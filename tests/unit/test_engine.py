@@ -190,6 +190,17 @@ def test_fast_kernels_give_the_same_logits_within_the_tolerance(make_engine, sch
     assert error(built.open().logits(tokens, 20), oracle_logits(built, tokens)) < TOLERANCE[scheme]
 
 
+def test_fast_sequences_share_a_pass_where_each_has_one_new_token(make_engine, monkeypatch):
+    runner = make_engine("int4_awq", kernels="fast").open(max_slots=4)
+    passes = []
+    run = OrtRunner._pass
+    monkeypatch.setattr(OrtRunner, "_pass", lambda self, jobs: passes.append([job.new for job in jobs]) or run(self, jobs))
+    whole = [random_tokens(30, seed=i) for i in range(4)]
+    for end, n in ((20, 1), (21, 1), (24, 3)):
+        runner.logits_batch([(tokens[:end], n) for tokens in whole])
+    assert passes == [[20]] * 4 + [[1] * 4] + [[3]] * 4
+
+
 @pytest.mark.parametrize("kernels", ["fast", "width-independent"])
 def test_a_group_that_is_no_power_of_two_builds_with_blocks_that_divide_it(make_engine, kernels):
     sizes = {"hidden_size": 96, "intermediate_size": 192}

@@ -12,6 +12,7 @@ from same_bits import assert_same_bits
 
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.build import run_build
+from specbuild.compilers import Limits, onnx_cpu
 from specbuild.compilers.ort_runner import OrtRunner
 from specbuild.config import load_config
 from specbuild.convert import run_convert
@@ -169,6 +170,27 @@ def check_parity(make_engine, make_config, hf_logits, kind, changes, on_cpu=True
     if on_cpu:
         found = OrtRunner(make_engine(kind, changes)).logits(tokens, LENGTH)
         torch.testing.assert_close(torch.from_numpy(found), expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", [name for name in CASES if "longrope" not in name])
+def test_fast_kernels_give_the_logits_of_transformers_in_any_passes_and_batch(make_config, hf_logits, tmp_path, name, heads):
+    kind, changes = CASES[name][0], {**CASES[name][1], **HEADS[heads]}
+    checkpoint = TllmCheckpoint.open(make_config(kind, changes).dir_of("target", "checkpoint"))
+    onnx_cpu.build(checkpoint, Limits(4, 400, 8, "fast"), tmp_path, "test")
+    atol, tokens = FAMILIES[checkpoint.shape.architecture].atol, random_tokens(LENGTH)
+    expected = hf_logits(kind, changes, tokens).numpy()
+    np.testing.assert_allclose(OrtRunner(tmp_path).logits(tokens, LENGTH), expected, atol=atol, rtol=0)
+    runner = OrtRunner(tmp_path, max_slots=4)
+    for end, n in ((40, 2), (41, 1), (46, 5), (43, 3), (44, 1), (LENGTH, 7)):
+        np.testing.assert_allclose(runner.logits(tokens[:end], n), expected[end - n : end], atol=atol, rtol=0)
+    for steps in ((1, 1, 1), (1, 3, 1), (2, 2, 1)):  # new tokens of three sequences of different lengths, side by side
+        runner.reset()
+        for grown in (0, 1):
+            ends = [20 + 9 * i + grown * step for i, step in enumerate(steps)]
+            found = runner.logits_batch([(tokens[:end], step) for end, step in zip(ends, steps, strict=True)])
+            for end, step, logits in zip(ends, steps, found, strict=True):
+                np.testing.assert_allclose(logits, expected[end - step : end], atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "changes"), CASES.values(), ids=CASES)

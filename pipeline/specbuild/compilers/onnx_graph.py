@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from specbuild.compilers.compiler import Limits
-from specbuild.compilers.graph_interface import mask_names
+from specbuild.compilers.graph_interface import is_fused, mask_names
 from specbuild.compilers.linear import Linear, join_outputs
 from specbuild.compilers.nbits import ZERO_POINT, pack_blocks, shift_columns
 from specbuild.quant import Levels, QuantScheme
@@ -32,20 +32,20 @@ class GraphBuilder:
     Inputs: input_ids (B, S) int64; positions (B, S) int64; cells (B, S, kv_heads, 3) int64, the (sequence, head, place) of each
     new token in the cache; mask (B, 1, S * G, T) float, 0 where a new token may attend and minus infinity elsewhere, once per query
     head of a group; local_mask, the same within the window (a model has one of them or both, by its layers); rows (B, R, 1) int64,
-    the new tokens whose logits are wanted. Output: logits (B, R, vocab).
+    the new tokens whose logits are wanted. Output: logits (B, R, vocab). A fused graph has, for positions, cells and masks, last (B,)
+    int32, the place of each sequence's last new token, and total () int32, the longest sequence's length; S is 1 where B is more.
     """
 
     def __init__(
         self, out: Path, shape: ModelShape, entries: Mapping[str, TensorEntry], scheme: QuantScheme, block: int, limits: Limits
     ) -> None:
         self.out, self.shape, self.entries, self.scheme, self.block = out, shape, entries, scheme, block
+        self.fused = is_fused(shape, limits.kernels)
         self.nodes: list[onnx.NodeProto] = []
         self.weights: dict[str, onnx.TensorProto] = {}
         self.inputs = [
             helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["B", "S"]),
-            helper.make_tensor_value_info("positions", TensorProto.INT64, ["B", "S"]),
-            helper.make_tensor_value_info("cells", TensorProto.INT64, ["B", "S", shape.kv_heads, 3]),
-            *(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", 1, "SG", "T"]) for name in mask_names(shape)),
+            *(self._fused_inputs() if self.fused else self._plain_inputs()),
             helper.make_tensor_value_info("rows", TensorProto.INT64, ["B", "R", 1]),
         ]
         self.outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "R", shape.vocab])]
@@ -139,10 +139,14 @@ class GraphBuilder:
     def attention(self, layer: int, qkv: str) -> str:
         """Add rotary positions, the cache update in place, and attention: (B, S, rows) to (B, S, q_rows)."""
         shape = self.shape
+        if self.fused and not shape.qk_norm:
+            return self._fused_attention(layer, [qkv, "", ""])
         query, key, value = self.split(qkv, (shape.q_rows, shape.kv_rows, shape.kv_rows))
         if shape.qk_norm:
             prefix = f"transformer.layers.{layer}.attention"
             query, key = self._norm_heads(f"{prefix}.q_layernorm", query), self._norm_heads(f"{prefix}.k_layernorm", key)
+        if self.fused:
+            return self._fused_attention(layer, [query, key, value])
         query, key = self._rotate(layer, query, shape.heads), self._rotate(layer, key, shape.kv_heads)
         cached = [self._cache(f"{kind}_{layer}", new) for kind, new in (("key", key), ("value", value))]
         # Query heads that share a key-value head become rows of one product: S times G = heads / kv_heads.
@@ -177,6 +181,36 @@ class GraphBuilder:
         model = helper.make_model(graph, opset_imports=opsets, ir_version=11, producer_name="specbuild")
         onnx.save_model(model, self.out / "model.onnx")
 
+    def _plain_inputs(self) -> list[onnx.ValueInfoProto]:
+        return [
+            helper.make_tensor_value_info("positions", TensorProto.INT64, ["B", "S"]),
+            helper.make_tensor_value_info("cells", TensorProto.INT64, ["B", "S", self.shape.kv_heads, 3]),
+            *(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", 1, "SG", "T"]) for name in mask_names(self.shape)),
+        ]
+
+    def _fused_inputs(self) -> list[onnx.ValueInfoProto]:
+        return [
+            helper.make_tensor_value_info("last", TensorProto.INT32, ["B"]),
+            helper.make_tensor_value_info("total", TensorProto.INT32, []),
+        ]
+
+    def _fused_attention(self, layer: int, projections: list[str]) -> str:
+        """Add GroupQueryAttention over (B, S, rows): query, key and value, or all three side by side in the first."""
+        shape, tables = self.shape, self._rotary_tables(layer)
+        caches = [f"{kind}_{layer}" for kind in ("key", "value")]
+        for name in caches:
+            self._declare_cache(name)
+        window = shape.window if shape.windowed(layer) and shape.window is not None else -1
+        inputs = [*projections, *(f"past_{name}" for name in caches), "last", "total", f"{tables}.cos", f"{tables}.sin"]
+        outputs = [f"attended_{layer}", *(f"present_{name}" for name in caches)]
+        self.nodes.append(
+            helper.make_node(
+                "GroupQueryAttention", inputs, outputs, domain=CONTRIB, num_heads=shape.heads, kv_num_heads=shape.kv_heads,
+                scale=shape.attention_scale, do_rotary=1, local_window_size=window,
+            )
+        )  # fmt: skip
+        return outputs[0]
+
     def _norm_heads(self, prefix: str, x: str) -> str:
         normed, _ = self.norm(prefix, self._reshape(x, (0, 0, -1, self.shape.head_dim)), None)
         return self._reshape(normed, (0, 0, -1))
@@ -184,9 +218,12 @@ class GraphBuilder:
     def _rotate(self, layer: int, x: str, heads: int) -> str:
         """Add rotary positions to (B, S, heads * head_dim)."""
         shape = self.shape
-        tables = "local_rotary" if shape.windowed(layer) and shape.rope_theta_local is not None else "rotary"
+        tables = self._rotary_tables(layer)
         part = {"rotary_embedding_dim": shape.rotary_dim} if shape.rotary_dim < shape.head_dim else {}
         return self._node("RotaryEmbedding", [x, f"{tables}.cos", f"{tables}.sin", "positions"], num_heads=heads, **part)
+
+    def _rotary_tables(self, layer: int) -> str:
+        return "local_rotary" if self.shape.windowed(layer) and self.shape.rope_theta_local is not None else "rotary"
 
     def _attend(self, query: str, key: str, value: str, mask: str) -> str:
         """Add attention, (B, kv_heads, S * G, head_dim) over (B, kv_heads, T, head_dim).
@@ -213,12 +250,15 @@ class GraphBuilder:
 
     def _cache(self, name: str, new: str) -> str:
         """Add a cache input and output; the new rows (B, S, kv_rows) are written into their cells."""
-        dims = ["B", self.shape.kv_heads, "T", self.shape.head_dim]
-        self.inputs.append(helper.make_tensor_value_info(f"past_{name}", TensorProto.FLOAT, dims))
-        self.outputs.append(helper.make_tensor_value_info(f"present_{name}", TensorProto.FLOAT, dims))
+        self._declare_cache(name)
         rows = self._reshape(new, (0, 0, self.shape.kv_heads, self.shape.head_dim))
         self.nodes.append(helper.make_node("ScatterND", [f"past_{name}", "cells", rows], [f"present_{name}"]))
         return f"present_{name}"
+
+    def _declare_cache(self, name: str) -> None:
+        dims = ["B", self.shape.kv_heads, "T", self.shape.head_dim]
+        self.inputs.append(helper.make_tensor_value_info(f"past_{name}", TensorProto.FLOAT, dims))
+        self.outputs.append(helper.make_tensor_value_info(f"present_{name}", TensorProto.FLOAT, dims))
 
     def _add_rotary_tables(self, name: str, frequencies: Array, factor: float, positions: int) -> None:
         angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies

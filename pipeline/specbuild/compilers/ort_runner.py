@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from specbuild.artifacts import Engine
-from specbuild.compilers.graph_interface import GRAPH, mask_names
+from specbuild.compilers.graph_interface import GRAPH, is_fused, mask_names
 from specbuild.errors import EngineError
 
 Array = np.ndarray[Any, Any]
@@ -64,7 +64,8 @@ class OrtRunner:
                 f"({engine.config['specbuild'].get('graph', 1)}, expected {GRAPH}). Run `specbuild build` again."
             )
         self.shape = engine.shape
-        self._masks = mask_names(engine.shape)
+        self._fused = is_fused(engine.shape, engine.config["specbuild"]["kernels"])
+        self._masks = () if self._fused else mask_names(engine.shape)
         self.vocab_size = vocab_size or engine.shape.vocab  # ids beyond the tokenizer's are padding and never returned
         self.max_seq_len = engine.max_seq_len
         self._last_position = engine.max_seq_len + engine.max_draft_len - 1  # padding beyond it has no rotary row
@@ -118,7 +119,7 @@ class OrtRunner:
             jobs.append(self._place(np.asarray(tokens, np.int64), n, {job.slot for job in jobs}))
         jobs = [self._ingest(job) for job in jobs]
         results: dict[int, Array] = {}
-        for group in group_jobs(jobs):
+        for group in group_jobs(jobs, widest=1 if self._fused else None):
             for job, logits in zip(group, self._pass(group), strict=True):
                 results[job.slot] = logits
         return [results[job.slot] for job in jobs]
@@ -158,8 +159,12 @@ class OrtRunner:
             arrays["input_ids"][i, : job.new] = job.tokens[job.start :]
             arrays["rows"][i, :, 0] = np.maximum(np.arange(job.new - wanted, job.new), 0)
         positions = np.array([[job.start] for job in jobs]) + np.arange(width)
-        np.minimum(positions, self._last_position, out=arrays["positions"])
-        arrays["cells"][..., 2] = positions[:, :, None]
+        if self._fused:
+            arrays["last"][:] = positions[:, -1]
+            arrays["total"][...] = positions[:, -1].max() + 1
+        else:
+            np.minimum(positions, self._last_position, out=arrays["positions"])
+            arrays["cells"][..., 2] = positions[:, :, None]
         for name in self._masks:
             arrays[name][:, 0] = self._mask(positions, self.shape.window if name == "local_mask" else None)
         self._session.run_with_iobinding(bound.binding)
@@ -213,14 +218,16 @@ class OrtRunner:
         for name, cache in self._caches.items():  # input and output at once, so that they are written in place
             bind(binding.bind_input, f"past_{name}", cache[low:high])
             bind(binding.bind_output, f"present_{name}", cache[low:high])
-        cells = np.empty((count, width, shape.kv_heads, 3), np.int64)
-        cells[..., 0] = np.arange(count)[:, None, None]
-        cells[..., 1] = np.arange(shape.kv_heads)
-        masks = (count, 1, width * shape.heads // shape.kv_heads, self._capacity)
-        arrays: dict[str, Array] = {
-            "input_ids": np.zeros((count, width), np.int64), "positions": np.empty((count, width), np.int64), "cells": cells,
-            "rows": np.empty((count, wanted, 1), np.int64), **{name: np.empty(masks, np.float32) for name in self._masks},
-        }  # fmt: skip
+        arrays: dict[str, Array] = {"input_ids": np.zeros((count, width), np.int64), "rows": np.empty((count, wanted, 1), np.int64)}
+        if self._fused:
+            arrays |= {"last": np.empty(count, np.int32), "total": np.empty((), np.int32)}
+        else:
+            cells = np.empty((count, width, shape.kv_heads, 3), np.int64)
+            cells[..., 0] = np.arange(count)[:, None, None]
+            cells[..., 1] = np.arange(shape.kv_heads)
+            masks = (count, 1, width * shape.heads // shape.kv_heads, self._capacity)
+            arrays |= {"positions": np.empty((count, width), np.int64), "cells": cells}
+            arrays |= {name: np.empty(masks, np.float32) for name in self._masks}
         for name, array in arrays.items():
             bind(binding.bind_input, name, array)
         arrays["logits"] = np.empty((count, wanted, shape.vocab), np.float32)
@@ -250,13 +257,16 @@ def common_prefix(a: Array, b: Array) -> int:
     return int(different[0]) if len(different) else length
 
 
-def group_jobs(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Group jobs into passes: neighbouring slots, and no job padded to more than twice its new tokens (or 8)."""
+def group_jobs(jobs: Sequence[Job], widest: int | None = None) -> list[list[Job]]:
+    """Group jobs into passes: neighbouring slots, and no job padded to more than twice its new tokens (or 8).
+
+    Jobs of more than `widest` new tokens get a pass of their own.
+    """
     groups: list[list[Job]] = []
     for job in sorted(jobs, key=lambda job: job.slot):
         if groups and groups[-1][-1].slot + 1 == job.slot:
             widths = [other.new for other in groups[-1]] + [job.new]
-            if max(widths) <= max(8, 2 * min(widths)):
+            if max(widths) <= (max(8, 2 * min(widths)) if widest is None else widest):
                 groups[-1].append(job)
                 continue
         groups.append([job])
