@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def run_deploy(config: PairConfig, options: Options) -> str | None:
         write_files(options.out, {name: format_documents(documents) for name, documents in files.items()})
         log(f"{options.out} written: {', '.join(files)}")
     head = "next:" if options.out is not None else "next, once they are written with --out DIR:"
-    log("\n  ".join([head, *target.describe_steps(deployment, str(options.out or "DIR"))]))
+    log("\n  ".join([head, *target.describe_steps(deployment, shlex.quote(str(options.out or "DIR")))]))
     return None if options.out is not None else format_documents([document for documents in files.values() for document in documents])
 
 
@@ -71,7 +72,7 @@ def make_deployment(config: PairConfig, options: Options) -> Deployment:
         compiler=config.build.compiler,
         image=make_image(options.image, config.build.compiler), placement=placement, shm_gib=shm_gib(config, placement),
         gpu_product=find_product(config, options), namespace=options.namespace, storage=options.storage or "100Gi",
-        mount=os.path.relpath(Path.cwd(), options.out or "."),
+        mount=os.path.relpath(Path.cwd(), options.out or ".").replace("$", "$$"),  # compose reads a lone $ as a variable
     )  # fmt: skip
 
 

@@ -244,7 +244,7 @@ def load_lock(config: PairConfig) -> Lock:
         return Lock.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"Cannot use {config.path} as locked: {path} does not exist. Run `specbuild lock {config.path}` first.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, ValidationError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, bytes that are not UTF-8
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"

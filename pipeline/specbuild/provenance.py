@@ -132,7 +132,7 @@ def new_parents(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Let one run at a time change what lies beside `directory`; whatever temporary directories are there then were abandoned."""
+    """Let one run at a time change what lies beside `directory`; temporary directories of its own that are there then were abandoned."""
     descriptor = os.open(directory.parent, os.O_RDONLY)
     try:
         try:
@@ -140,12 +140,18 @@ def locked(directory: Path) -> Iterator[None]:
         except BlockingIOError:
             log(f"waiting for another run that writes {directory.parent}")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        for path in directory.parent.glob(".*.partial"):
+        for path in find_abandoned(directory):
             log(f"removing {path}, left by a run that was killed")
             shutil.rmtree(path, ignore_errors=True)
         yield
     finally:
         os.close(descriptor)
+
+
+def find_abandoned(final: Path) -> list[Path]:
+    """List the temporary directories of `final`; of others, beside it may lie anybody's."""
+    names = (path for path in final.parent.iterdir() if path.name.startswith(f".{final.name}.") and path.name.endswith(".partial"))
+    return [path for path in names if path.is_dir() and not path.is_symlink()]
 
 
 @contextmanager

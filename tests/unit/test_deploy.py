@@ -333,6 +333,9 @@ SEVERAL_NODES = CASES["two nodes"][0]
         ({"name": "0" + "_" * 3}, {"image": "specbuild"}, r"image 'specbuild': expected a fixed version"),
         ({}, {"image": "registry.example:5000/specbuild"}, r"expected a fixed version"),
         ({}, {"image": "specbuild:latest"}, r"expected a fixed version"),
+        ({}, {"image": "specbuild@sha256:12"}, r"expected a fixed version"),
+        ({}, {"image": "-v:1"}, r"expected a fixed version"),
+        ({}, {"image": "Specbuild::1"}, r"expected a fixed version"),
         ({}, {"namespace": "Inference"}, r"--namespace 'Inference'"),
         ({}, {"storage": "100 GB"}, r"--storage '100 GB'"),
         ({}, {"gpu_product": "NVIDIA L4"}, r"--gpu-product 'NVIDIA L4'"),
@@ -348,6 +351,19 @@ def test_what_cannot_be_deployed_is_one_line(project, changes, options, message)
     with pytest.raises(ConfigError, match=message) as error:
         run_deploy(project(**changes), Options("kubernetes", **options))
     assert "\n" not in str(error.value)
+
+
+def test_compose_mounts_a_directory_with_a_dollar_as_it_is_named(project, monkeypatch, tmp_path):
+    config = project()
+    (tmp_path / "in$PWD").mkdir()
+    monkeypatch.chdir(tmp_path / "in$PWD")
+    deployment = make_deployment(config.model_copy(update={"path": Path("pair.yaml")}), Options("compose", out=tmp_path / "out"))
+    assert deployment.mount == "../in$$PWD"  # compose's way of writing one $
+
+
+def test_the_next_steps_quote_a_directory_with_spaces(project, capsys, tmp_path):
+    run_deploy(project(), Options("compose", out=tmp_path / "my files"))
+    assert f"-f '{tmp_path}/my files'/compose.yaml up" in capsys.readouterr().err
 
 
 def test_compose_refuses_several_nodes(project):

@@ -19,7 +19,7 @@ from same_bits import assert_same_bits
 
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.build import run_build
-from specbuild.compilers import find_compiler, onnx_cpu
+from specbuild.compilers import find_compiler, onnx_cpu, ort_runner
 from specbuild.compilers.compiler import Limits
 from specbuild.compilers.linear import Linear, join_outputs
 from specbuild.compilers.onnx_graph import OPSET, GraphBuilder
@@ -507,6 +507,17 @@ def test_returned_logits_are_not_overwritten_by_the_next_pass(runner):
     copy = first.copy()
     runner.logits(random_tokens(12, 1), 3)
     assert np.array_equal(first, copy)
+
+
+def test_arrays_of_many_shapes_of_passes_take_bounded_memory(make_engine, monkeypatch):
+    built = make_engine("int4_awq")
+    runner, tokens = built.open(max_slots=1), random_tokens(60)
+    most = 2 * 40 * VOCAB * 4  # the logits of two such passes
+    monkeypatch.setattr(ort_runner, "KEPT", most, raising=False)
+    for n in range(20, 41):
+        assert np.array_equal(runner.logits(tokens, n), cold(built, tokens, n))
+        kept = sum(array.nbytes for bound in runner._bindings.values() for array in bound.arrays.values())
+        assert kept <= most or len(runner._bindings) == 1
 
 
 def test_ids_beyond_the_tokenizer_are_never_returned(make_engine):

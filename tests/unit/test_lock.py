@@ -369,6 +369,8 @@ def test_a_pair_goes_through_all_stages_locked(write, cli):
         ("version: 1\npackages: {torch: 2}\nvalues: {}\n", "packages.torch: "),
         ("version: 1\npackages: {}\nvalues: {}\nmore: 1\n", "more: "),
         ("version: 1\npackages: {}\n", "values: "),
+        ("version: 1\npackages: {}\nvalues: {day: 2026-13-45}\n", "month must be in 1..12"),
+        ("[" * 5000, "Cannot read lock"),
     ],
 )
 def test_a_missing_or_damaged_lock_is_one_line(locked, cli, content, message):

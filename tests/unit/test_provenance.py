@@ -111,10 +111,19 @@ def test_the_final_name_appears_only_when_the_block_has_ended(tmp_path):
 
 
 def test_directories_of_killed_runs_are_removed(tmp_path):
-    for name in (".out.x1y2.partial", ".outer.x1y2.partial"):
-        (tmp_path / name).mkdir()
+    (tmp_path / ".out.x1y2.partial").mkdir()
     make_artifact(tmp_path / "out", RECORD, False, lambda out: (out / "x").write_text("new"))
     assert names(tmp_path) == ["out", "out/specbuild.json", "out/x"]
+
+
+def test_what_others_keep_beside_a_result_is_not_removed(tmp_path):
+    """The directory beside it is the user's own: of `deploy --out DIR`, the one that the command is called in."""
+    others = [".mine.partial", ".outer.x1y2.partial"]
+    for name in others:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").touch()
+    make_artifact(tmp_path / "out", RECORD, False, lambda out: (out / "x").write_text("new"))
+    assert all((tmp_path / name / "kept").exists() for name in others)
 
 
 def test_two_runs_of_one_stage_wait_for_each_other(tmp_path):

@@ -20,6 +20,7 @@ CAPACITY = 128  # positions a slot holds at first, and by which it grows; by a q
 CHUNK = 256  # new tokens in one pass at most: attention scores grow with new tokens times capacity
 REWIND = 64  # a slot may lose this many tokens to a request (a rejected draft); more is copied to another slot
 BINDINGS = 32  # shapes of passes whose arrays are kept
+KEPT = 128 << 20  # bytes of them in all, or one pass: masks grow with the capacity, logits with the vocabulary
 SMALL = 32 << 20  # bytes of weights below which waking a second thread costs more than it saves
 
 
@@ -51,6 +52,10 @@ class Bound:
 
     binding: Any
     arrays: dict[str, Array]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
 
 
 class OrtRunner:
@@ -208,9 +213,10 @@ class OrtRunner:
         """Return what a pass of `width` new tokens over slots low..high-1 runs with, bound once and used again."""
         key = (low, high, width, wanted)
         if key not in self._bindings:
-            if len(self._bindings) >= BINDINGS:
+            bound = self._make_bound(low, high, width, wanted)
+            if len(self._bindings) >= BINDINGS or bound.nbytes + sum(each.nbytes for each in self._bindings.values()) > KEPT:
                 self._bindings.clear()
-            self._bindings[key] = self._make_bound(low, high, width, wanted)
+            self._bindings[key] = bound
         return self._bindings[key]
 
     def _make_bound(self, low: int, high: int, width: int, wanted: int) -> Bound:

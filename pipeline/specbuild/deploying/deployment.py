@@ -26,6 +26,11 @@ STOP_SECONDS = GRACE_SECONDS + 20  # SIGTERM, the server's own grace time, and t
 LOAD_SECONDS = {"tensorrt": 1800, "onnx-cpu": 300}
 ENVIRONMENT = {"HOME": "/tmp", "USER": "specbuild", "HF_HOME": f"{WORK}/.cache/huggingface"}
 _LARGEST_VOCABULARY = 262_144  # Gemma 3; the YAML does not say it, and the models need not be here
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"  # of an image's path, as registries define a reference
+_IMAGE = re.compile(
+    rf"(?:[A-Za-z0-9][A-Za-z0-9.-]*(?::\d+)?/)?{_PART}(?:/{_PART})*(?::(?P<tag>\w[\w.-]{{0,127}}))?(?P<digest>@sha256:[0-9a-f]{{64}})?",
+    re.A,
+)
 _MIB, _GIB = 2**20, 2**30
 _NCCL_BYTES = _GIB  # of a rank that talks to others: what NVIDIA's containers ask for (`--shm-size=1g`)
 
@@ -81,8 +86,8 @@ def make_image(image: str | None, compiler: str) -> str:
     """Return the image; raise ConfigError for one without a fixed version."""
     if image is None:
         return f"specbuild:{__version__}-{'gpu' if compiler == 'tensorrt' else 'cpu'}"
-    tag = image.rsplit("/", 1)[-1].partition(":")[2]
-    if not re.fullmatch(r"[\w./:@-]+", image) or ("@sha256:" not in image and tag in ("", "latest")):
+    reference = _IMAGE.fullmatch(image)
+    if reference is None or (reference["digest"] is None and reference["tag"] in (None, "latest")):
         raise ConfigError(f"Cannot deploy image {image!r}: expected a fixed version, as NAME:TAG (not latest) or NAME@sha256:DIGEST.")
     return image
 
