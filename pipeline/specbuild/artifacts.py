@@ -227,7 +227,11 @@ class Engine:
     def open(cls, directory: Path) -> Engine:
         if not directory.is_dir():
             raise EngineError(f"Cannot open engine {directory}: it does not exist. Run `specbuild build` first.")
-        return cls(directory, load_json(directory / "config.json", EngineError))
+        config = load_json(directory / "config.json", EngineError)
+        for key in ("pretrained_config", "build_config"):
+            if not isinstance(config.get(key), dict):
+                raise EngineError(f"Cannot open engine {directory}: its config.json has no {key}. Run `specbuild build`.")
+        return cls(directory, config)
 
     @property
     def compiler(self) -> str:

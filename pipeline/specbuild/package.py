@@ -17,7 +17,7 @@ from specbuild.errors import EngineError
 from specbuild.placement import make_places
 from specbuild.provenance import Record, digest_artifact, digest_files, make_artifact
 from specbuild.tokenizer import count_ids
-from specbuild.triton.llmapi_model import make_model_yaml
+from specbuild.triton.llmapi_model import make_model_yaml, make_speculative_config
 from specbuild.triton.repository import PairServing, check_repository, find_templates, write_models, write_repository
 
 
@@ -71,6 +71,17 @@ def package_models(config: PairConfig, force: bool) -> bool:
 def serving_parameters(config: PairConfig) -> dict[str, object]:
     """Return the part of the YAML that only a repository of TensorRT engines depends on."""
     return {"serving": config.serving.model_dump(mode="json")} if config.build.compiler == "tensorrt" else {}
+
+
+def package_parameters(config: PairConfig) -> dict[str, object]:
+    """Return what a repository's record has of the YAML itself, whatever engines or models lie in it."""
+    speculation, model, compiler = config.speculation, config.target, {"compiler": config.build.compiler}
+    if not find_compiler(config.build.compiler).ENGINES:
+        sizes = {"dtype": model.dtype, "tensor_parallel_size": model.tp, "pipeline_parallel_size": model.pp}
+        drafted = {"speculative_config": make_speculative_config(speculation.draft_len)}
+        return {**compiler, **sizes, "max_batch_size": config.build.max_batch_size, **drafted}
+    loop = {"draft_len": speculation.draft_len, "rule": speculation.acceptance, "drafter": speculation.drafter}
+    return {**compiler, **loop, **serving_parameters(config)}
 
 
 def make_serving(config: PairConfig, engines: Mapping[Role, Engine], tokenizer_dir: Path, vocab_size: int) -> PairServing:

@@ -9,7 +9,7 @@ from specbuild.artifacts import Engine, load_json
 from specbuild.built import roles_needed
 from specbuild.compilers import Limits, engine_card
 from specbuild.compilers.tensorrt import check_ranks
-from specbuild.compilers.trtllm_command import check_engine_config
+from specbuild.compilers.trtllm_command import check_engine_config, section
 from specbuild.config import PairConfig, Role
 from specbuild.errors import ConfigError, EngineError
 from specbuild.plan import is_allowed, load_parts
@@ -18,6 +18,9 @@ from specbuild.planning.memory import Part, plan_memory
 from specbuild.planning.remedy import describe_misfit
 from specbuild.triton.trtllm_model import Place
 
+GPUS_PER_NODE = 8
+"""What an engine's mapping says unless told otherwise (upstream's kDefaultGpusPerNode); larger ids end the load (worldConfig.cpp)."""
+
 
 def make_places(config: PairConfig, engines: Mapping[Role, Engine]) -> dict[str, Place]:
     """Return the place of each engine, from what its directory says: no GPU is needed. Raise SpecbuildError when they cannot be served."""
@@ -25,7 +28,7 @@ def make_places(config: PairConfig, engines: Mapping[Role, Engine]) -> dict[str,
         check_engine(config, role, engine)
     check_together(config, engines)
     cards = {role: load_json(engine.directory / engine_card.FILE, EngineError) for role, engine in engines.items()}
-    windows = {role: tuple(card.get("max_attention_window_size", ())) for role, card in cards.items()}
+    windows = {role: tuple(card.get("max_attention_window_size") or ()) for role, card in cards.items()}
     return plan_places(config, str(cards["target"].get("gpu")), windows)
 
 
@@ -33,6 +36,7 @@ def plan_places(config: PairConfig, built_on: str, windows: Mapping[Role, tuple[
     """Return the place of each engine, from the YAML and each model's config.json; `built_on` is the GPU's name by nvidia-smi."""
     check_fast_logits(config)
     devices = {role: choose_devices(config, role) for role in roles_needed(config)}
+    check_devices(devices)
     participants = make_participants(devices) if config.serving.fast_logits else dict.fromkeys(devices, ())
     caches = plan_caches(config, choose_gpu(config, built_on), devices)
     return {role: Place(devices[role], participants[role], *caches[role], (windows or {}).get(role, ())) for role in devices}
@@ -40,13 +44,15 @@ def plan_places(config: PairConfig, built_on: str, windows: Mapping[Role, tuple[
 
 def check_engine(config: PairConfig, role: Role, engine: Engine) -> None:
     """Raise EngineError when an engine lacks a rank, has another number of them than the YAML, or cannot decode drafted tokens."""
-    model, mapping = config.model_of(role), engine.config["pretrained_config"]["mapping"]
-    ranks = model.tp * model.pp
-    if mapping["world_size"] != ranks:
+    model, pretrained = config.model_of(role), section(engine.config, "pretrained_config")
+    mapping, ranks = section(pretrained, "mapping"), model.tp * model.pp
+    if mapping.get("world_size") != ranks or mapping.get("tp_size") != model.tp:
         raise EngineError(
-            f"Cannot package {engine.directory}: it has {mapping['world_size']} ranks, {config.path} says tp {model.tp}, pp {model.pp}. "
-            "Run `specbuild run`."
+            f"Cannot package {engine.directory}: it has {mapping.get('world_size')} ranks (tp {mapping.get('tp_size')}), {config.path} "
+            f"says tp {model.tp}, pp {model.pp}. Run `specbuild run`."
         )
+    if not isinstance(pretrained.get("vocab_size"), int):
+        raise EngineError(f"Cannot package {engine.directory}: its config.json has no vocab_size. Run `specbuild build`.")
     if role == "draft" and engine.max_draft_len:
         raise EngineError(
             f"Cannot package {engine.directory}: a draft engine takes no drafted tokens, it has max_draft_len. Build it again."
@@ -54,7 +60,7 @@ def check_engine(config: PairConfig, role: Role, engine: Engine) -> None:
     check_ranks(engine.directory, ranks, role)
     gather_logits = config.speculation.acceptance == "rejection"
     limits = Limits(engine.max_batch_size, engine.max_seq_len, engine.max_draft_len, "", gather_logits)
-    check_engine_config(engine.config, engine.config["pretrained_config"], limits, role)
+    check_engine_config(engine.config, pretrained, limits, role)
 
 
 def check_together(config: PairConfig, engines: Mapping[Role, Engine]) -> None:
@@ -65,10 +71,13 @@ def check_together(config: PairConfig, engines: Mapping[Role, Engine]) -> None:
         raise EngineError(
             f"Cannot package these engines: max_batch_size is {batches}, expected one number. Run `specbuild build` for both."
         )
-    if config.speculation.acceptance == "rejection" and len(set(widths.values())) > 1:
+    # Padding columns have a logit of 0 that no engine draws by: a softmax on the way would give them mass. Fast logits never leave it.
+    padded = any(width != engines[role].config["pretrained_config"]["vocab_size"] for role, width in widths.items())
+    wrong = len(set(widths.values())) > 1 or (padded and "draft" in engines and not config.serving.fast_logits)
+    if config.speculation.acceptance == "rejection" and wrong:
         raise EngineError(
             f"Cannot package these engines for acceptance rejection: their logits are {widths} wide, since each rank has an equal part of "
-            "the vocabulary. Expected one width: use acceptance exact, or a tp that divides the vocabulary."
+            "the vocabulary. Expected its own size: use acceptance exact, or a tp that divides the vocabulary."
         )
 
 
@@ -102,6 +111,16 @@ def choose_devices(config: PairConfig, role: Role) -> tuple[int, ...]:
             f"expected a GPU of its own for each (the target's again for each further node, with fast_logits). Set serving.{role}_gpus."
         )
     return devices
+
+
+def check_devices(devices: Mapping[Role, Sequence[int]]) -> None:
+    """Raise ConfigError for a device that the backend does not count."""
+    for role, numbers in devices.items():
+        if max(numbers) >= GPUS_PER_NODE:
+            raise ConfigError(
+                f"Cannot place the {role} on GPU {max(numbers)}: TensorRT-LLM's backend counts those of a node from 0 to "
+                f"{GPUS_PER_NODE - 1}. Choose such ones in serving.{role}_gpus; CUDA_VISIBLE_DEVICES gives others these numbers."
+            )
 
 
 def make_participants(devices: Mapping[Role, Sequence[int]]) -> dict[Role, tuple[int, ...]]:

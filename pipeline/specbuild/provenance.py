@@ -64,7 +64,9 @@ def digest_files(paths: Iterable[Path], times: bool = True) -> str:
 
 
 def digest_artifact(directory: Path) -> str:
-    """Return the digest of a stage's output: that of its specbuild.json, which names everything it was made from."""
+    """Return the digest of a stage's output: that of its specbuild.json, which names all that it was made from; ConfigError without one."""
+    if not (directory / FILE).is_file():
+        raise ConfigError(f"Cannot use {directory}: it has no {FILE}, expected what a stage wrote, whole. Run `specbuild run`.")
     return digest_files([directory / FILE])
 
 
@@ -76,6 +78,16 @@ def is_current(directory: Path, record: Record) -> bool:
         return bool(found == record.to_dict()) and files == digest_outputs(directory, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def check_input(directory: Path, name: str, source: Path) -> None:
+    """Raise ConfigError when `directory` was made of another `source` than lies there now. One that is absent is passed over."""
+    try:
+        used = json.loads((directory / FILE).read_text())["inputs"][name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if (source / FILE).is_file() and digest_artifact(source) != used:
+        raise ConfigError(f"Cannot use {directory}: {source} was made anew since. Run `specbuild run`.")
 
 
 def find_parameters(directory: Path) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from specbuild.compilers import find_compiler
 from specbuild.compilers.trtllm_machine import find_gpus
 from specbuild.config import PairConfig
 from specbuild.errors import ServingError
-from specbuild.package import serving_parameters
+from specbuild.package import package_parameters
 from specbuild.progress import log
-from specbuild.provenance import check_parameters
+from specbuild.provenance import check_input, check_parameters
 from specbuild.triton.launch import find_launch
 from specbuild.triton.llmapi_model import check_template
 from specbuild.triton.repository import check_repository, load_configs
 from specbuild.triton.server import Ports, Server
+from specbuild.triton.trtllm_model import ENGINE_DIR
 
 ALONE_SECONDS, ENGINES_SECONDS = 120, 1800  # until ready; TensorRT engines can be of hundreds of gigabytes
 
@@ -55,16 +56,18 @@ def describe_serve(config: PairConfig, ports: Ports, address: str) -> str:
 def make_server(config: PairConfig, ports: Ports, address: str) -> Server:
     """Return the server of a packaged repository, not started; raise ServingError when Triton would not load it."""
     repository = check_packaged(config.repository_dir)
-    check_parameters(repository, serving_parameters(config), config.path)
+    check_parameters(repository, package_parameters(config), config.path)
+    for role in roles_needed(config):
+        check_input(repository, role, config.dir_of(role, "engine"))
     check_repository(repository)
-    launch = find_launch(load_configs(repository), visible_gpus=len(find_gpus()) if serving_parameters(config) else 0)
+    launch = find_launch(load_configs(repository), visible_gpus=len(find_gpus()) if config.build.compiler == "tensorrt" else 0)
     return Server(repository, ports, address, log=sys.stderr, launch=launch)
 
 
 def check_engines(config: PairConfig) -> None:
-    """Raise EngineError when an engine that decoding needs cannot be served on this machine."""
+    """Raise EngineError when an engine of the repository, which need not be the one last built, cannot be served on this machine."""
     for role in roles_needed(config):
-        engine_dir = config.dir_of(role, "engine")
+        engine_dir = config.repository_dir / role / "1" / ENGINE_DIR
         if engine_dir.is_dir():
             engine = Engine.open(engine_dir)
             find_compiler(engine.compiler).check_serving(engine)

@@ -109,9 +109,9 @@ def test_a_workdir_that_cannot_be_is_one_line(write_pair_yaml, tmp_path, cli, pl
     assert error.startswith("Error: Cannot use ")
 
 
-@pytest.mark.parametrize("option", ["--prompt", "--stop"])
-def test_arguments_that_are_not_utf8_are_one_line(tiny_pair, option):
-    arguments = ["generate", str(tiny_pair.path), "--prompt", "x", option, b"\xff"]
+@pytest.mark.parametrize("options", [["--prompt", b"\xff"], ["--prompt", "x", "--stop", b"\xff"]], ids=["--prompt", "--stop"])
+def test_arguments_that_are_not_utf8_are_one_line(tiny_pair, options):
+    arguments = ["generate", str(tiny_pair.path), *options]
     done = subprocess.run(
         [sys.executable, "-c", "from specbuild.cli import main; main()", *arguments], capture_output=True, timeout=60, check=False
     )

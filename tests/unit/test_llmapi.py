@@ -47,6 +47,7 @@ def make_pair(write_pair_yaml, tmp_path):
             "build": {"compiler": "llmapi", "max_seq_len": 64, "max_batch_size": 2}, "workdir": str(tmp_path / "work"),
         }  # fmt: skip
         merged = {key: {**value, **sections.get(key, {})} if isinstance(value, dict) else value for key, value in defaults.items()}
+        merged |= {key: value for key, value in sections.items() if key not in merged}
         return write_pair_yaml(tmp_path, **merged)
 
     return make
@@ -92,6 +93,8 @@ def test_without_drafts_there_is_no_speculative_config(make_pair):
         ({"speculation": {"acceptance": "rejection"}}, "Set speculation.acceptance: exact"),
         ({"speculation": {"drafter": "ngram"}}, "drafter 'ngram' with llmapi"),
         ({"draft": {"tp": 2}}, "it runs on the target's ranks"),
+        ({"serving": {"target_gpus": [1]}}, "serving.target_gpus and llmapi"),
+        ({"serving": {"fast_logits": True}}, "serving.fast_logits and llmapi"),
     ],
 )
 def test_what_the_runtime_would_pass_over_is_refused_before_anything_is_written(make_pair, cli, tmp_path, sections, line):
@@ -118,6 +121,14 @@ def test_run_goes_from_check_to_the_repository(make_pair, cli, tmp_path):
     assert (code, out) == (0, "")
     assert "the model is tensorrt_llm" in err
     assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["model_repository"]
+
+
+@pytest.mark.parametrize("sections", [{"speculation": {"draft_len": 5}}, {"build": {"max_batch_size": 4}}, {"target": {"tp": 2}}])
+def test_serve_refuses_a_repository_of_another_yaml(make_pair, cli, sections):
+    run_package(load_config(make_pair()))
+    code, out, err = cli("serve", make_pair(**sections), "--dry-run")
+    assert (code, out) == (1, "")
+    assert "it was made for" in err
 
 
 def test_serve_prints_the_command_and_says_where_it_can_run(make_pair, cli, monkeypatch, tmp_path):

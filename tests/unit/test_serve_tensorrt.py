@@ -220,6 +220,8 @@ def test_c_17_windows_of_the_engine_card_are_the_backend_s(pair):
     [
         ("tp8-tp1", {"serving": {"target_gpus": [0, 1]}}, ["target on GPUs [0, 1]", "8 ranks (tp 8, pp 1)", "Set serving.target_gpus"]),
         ("two-gpus", {"serving": {"draft_gpus": []}}, ["draft on GPUs []", "1 ranks", "Set serving.draft_gpus"]),
+        ("two-gpus", {"serving": {"draft_gpus": [8]}}, ["draft on GPU 8", "counts those of a node from 0 to 7", "CUDA_VISIBLE_DEVICES"]),
+        ("tp8-tp1", {"serving": {"target_gpus": list(range(1, 9))}}, ["target on GPU 8"]),
         ("tp8-tp1", {"serving": {"target_gpus": [0] * 8}}, ["a GPU of its own for each"]),
         ("tp8-tp1", {"serving": {"fast_logits": True}}, ["serving.fast_logits with acceptance exact", "set acceptance: rejection"]),
         ("ngram-tp2", {"serving": {"fast_logits": True}, "speculation": {"acceptance": "rejection"}}, ["drafter ngram"]),
@@ -288,8 +290,23 @@ BROKEN = {
     "other ranks": (
         "target",
         lambda engine: edit_json(engine / "config.json", lambda v: v["pretrained_config"]["mapping"].update(world_size=4)),
-        "it has 4 ranks, triton/tp8-tp1/pair.yaml says tp 8, pp 1",
+        "it has 4 ranks (tp 8), triton/tp8-tp1/pair.yaml says tp 8, pp 1",
     ),
+    "other tp": (
+        "target",
+        lambda engine: edit_json(engine / "config.json", lambda v: v["pretrained_config"]["mapping"].update(tp_size=4, pp_size=2)),
+        "it has 8 ranks (tp 4), triton/tp8-tp1/pair.yaml says tp 8, pp 1",
+    ),
+    "no mapping": (
+        "target", lambda engine: edit_json(engine / "config.json", lambda v: v["pretrained_config"].pop("mapping")), "it has None ranks",
+    ),
+    "no vocabulary": (
+        "draft", lambda engine: edit_json(engine / "config.json", lambda v: v["pretrained_config"].pop("vocab_size")), "no vocab_size",
+    ),
+    "no build_config": (
+        "draft", lambda engine: edit_json(engine / "config.json", lambda v: v.pop("build_config")), "its config.json has no build_config",
+    ),
+    "no record": ("target", lambda engine: (engine / "specbuild.json").unlink(), "engine: it has no specbuild.json"),
     "another compiler": (
         "draft",
         lambda engine: edit_json(engine / "config.json", lambda v: v.update(specbuild={"compiler": "onnx-cpu"})),
@@ -314,6 +331,64 @@ def test_b_01_more_drafted_tokens_than_the_engine_takes_are_refused(pair):
     assert "draft_len 6: the target engine was built for at most 3" in problem(run_package, config)
 
 
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"speculation": {"draft_len": 2}}, "made for draft_len 4"),
+        ({"speculation": {"acceptance": "exact"}}, "made for rule 'rejection'"),
+        ({"speculation": {"drafter": "ngram"}}, "made for drafter 'model'"),
+        ({"build": {"compiler": "llmapi"}}, "made for compiler 'tensorrt'"),
+        ({"build": {"compiler": "onnx-cpu"}}, "made for compiler 'tensorrt'"),
+    ],
+)
+def test_a_repository_of_another_yaml_is_not_served(packaged, pair, sections, message):
+    packaged("shared-gpu")
+    assert message in problem(describe_serve, pair("shared-gpu", **sections), Ports(), "127.0.0.1")
+
+
+def test_a_repository_of_engines_that_were_built_anew_is_not_served(packaged):
+    config = packaged("shared-gpu")
+    edit_json(config.dir_of("draft", "engine") / "specbuild.json", lambda v: v["inputs"].update(checkpoint="another"))
+    text = problem(describe_serve, config, Ports(), "127.0.0.1")
+    assert "draft/engine was made anew since. Run `specbuild run`." in text
+    assert run_package(config)
+    assert describe_serve(config, Ports(), "127.0.0.1")
+
+
+def test_the_engines_in_the_repository_are_compared_with_the_machine(packaged, machine):
+    """Those that were built may be elsewhere, or newer."""
+    config = packaged("two-gpus")
+    for role in ("target", "draft"):
+        shutil.rmtree(config.dir_of(role, "engine"))
+    machine(gpus=("NVIDIA L4, 8.9, 575.57.08",) * 2)
+    assert "built for GPUs of compute capability 9.0, this machine has 8.9" in problem(run_serve, config, Ports(), "127.0.0.1")
+
+
+def test_a_repository_that_lacks_an_engine_s_model_is_not_served(packaged):
+    config = packaged("shared-gpu")
+    shutil.rmtree(config.repository_dir / "draft")
+    assert "it calls draft, no model of this repository" in problem(describe_serve, config, Ports(), "127.0.0.1")
+    shutil.rmtree(config.repository_dir / "target")
+    assert "it calls target, no model" in problem(check_repository, config.repository_dir)
+
+
+@pytest.mark.parametrize("number", ["1,2", "0,0"])
+def test_num_nodes_that_is_no_number_is_one_line(packaged, number):
+    config = packaged("tp8-tp1-fast-logits", serving={"target_gpus": [0, 1, 2, 3] * 2})
+    path = config.repository_dir / "target" / "config.pbtxt"
+    path.write_text(path.read_text().replace('string_value: "2"', f'string_value: "{number}"'))
+    assert "num_nodes" in problem(check_repository, config.repository_dir)
+
+
+def test_the_printed_command_names_no_path_with_a_space(packaged, tmp_path):
+    """The Python backend would not start its stubs there: `serve` makes a link first."""
+    config = packaged("shared-gpu", workdir=str(tmp_path / "a b"))
+    text = describe_serve(config, Ports(), "127.0.0.1")
+    assert "--model-repository=REPOSITORY " in text
+    assert text.startswith(f"# REPOSITORY: a link to {config.repository_dir}, made at the start\n")
+    assert f"cd '{config.repository_dir}'" in text
+
+
 def test_logits_of_two_widths_are_refused_for_rejection_alone(pair):
     sizes = {"target": {"tp": 8}, "draft": {"tp": 1}}
     for acceptance in ("rejection", "exact"):
@@ -325,6 +400,20 @@ def test_logits_of_two_widths_are_refused_for_rejection_alone(pair):
             assert "their logits are {'target': 128256, 'draft': 128255} wide" in problem(run_package, config)
         else:
             assert run_package(config)
+
+
+def test_padded_logits_are_refused_for_rejection_unless_they_stay_in_the_backend(pair):
+    """Their columns behind the vocabulary are 0, which the loop's softmax would count and no engine draws."""
+    for fast_logits in (False, True):
+        sections = {"target": {"tp": 2}, "draft": {"tp": 2}, "serving": {"fast_logits": fast_logits}, "name": f"fast-{fast_logits}"}
+        config = pair("tp8-tp1", **sections, speculation={"acceptance": "rejection"})
+        write_engines(config)
+        for role in ("target", "draft"):
+            edit_json(config.dir_of(role, "engine") / "config.json", lambda v: v["pretrained_config"].update(vocab_size=128255))
+        if fast_logits:
+            assert run_package(config)
+        else:
+            assert "their logits are {'target': 128256, 'draft': 128256} wide" in problem(run_package, config)
 
 
 # --- serving

@@ -47,6 +47,11 @@ def check_pair(config: PairConfig, shapes: Mapping[Role, ModelShape]) -> None:  
             f"Cannot serve the draft with tp {draft.tp}, pp {draft.pp} with llmapi: it runs on the target's ranks, tp {target.tp}, pp "
             f"{target.pp}. Leave the draft's out."
         )
+    if given := sorted(config.serving.model_fields_set):
+        raise EngineError(
+            f"Cannot serve with serving.{given[0]} and llmapi: its runtime places models and caches itself. Remove it; "
+            "CUDA_VISIBLE_DEVICES chooses GPUs."
+        )
     for role in ROLES:
         model = config.model_of(role)
         if model.merge_lora is not None or model.dequantize:

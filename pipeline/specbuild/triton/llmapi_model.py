@@ -72,11 +72,16 @@ def make_llmapi_config() -> pb.ModelConfig:
     return config
 
 
+def make_speculative_config(draft_len: int) -> Mapping[str, Any] | None:
+    """Make the section that turns draft-target decoding on; None for plain decoding."""
+    return {"decoding_type": "Draft_Target", "max_draft_len": draft_len, "speculative_model": DRAFT_DIR} if draft_len else None
+
+
 def make_model_yaml(
     *, dtype: str, tp: int, pp: int, max_batch_size: int, max_seq_len: int, max_num_tokens: int, draft_len: int
 ) -> Mapping[str, Any]:
     """Make model.yaml: every key but triton_config is an argument of `LLM`. draft_len 0 is plain decoding."""
-    speculation = {"decoding_type": "Draft_Target", "max_draft_len": draft_len, "speculative_model": DRAFT_DIR}
+    speculation = make_speculative_config(draft_len)
     return {
         "model": TARGET_DIR,
         "backend": "pytorch",
@@ -87,6 +92,6 @@ def make_model_yaml(
         "max_seq_len": max_seq_len,
         "max_num_tokens": max_num_tokens,
         "kv_cache_config": {"free_gpu_memory_fraction": CACHE_FRACTION, "enable_block_reuse": True},
-        **({"speculative_config": speculation} if draft_len else {}),
+        **({"speculative_config": speculation} if speculation else {}),
         "triton_config": {"max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100},
     }

@@ -232,6 +232,10 @@ def check_engine_batch(config: ModelConfig, engine_config: Path) -> None:
 def _check_engines(configs: Mapping[str, ModelConfig]) -> None:
     """The engines must take the same batch, and must not be decoupled: the loop makes plain calls."""
     engines = [configs[name] for name in (TARGET, DRAFT) if name in configs]
+    if LOOP in configs:
+        for name in (TARGET, DRAFT)[: 2 if configs[LOOP].parameters["drafter"].string_value == "model" else 1]:
+            if name not in configs:
+                raise ServingError(f"Cannot serve {LOOP}: it calls {name}, no model of this repository. Run `specbuild package --force`.")
     sizes = {str(config.name): int(config.max_batch_size) for config in engines}
     if len(set(sizes.values())) > 1:
         raise ServingError(f"Cannot serve this pair: max_batch_size differs, {sizes}. Expected one number; build both engines alike.")

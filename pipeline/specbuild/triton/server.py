@@ -254,12 +254,15 @@ class Server:
         installation = find_installation() if self.launch == ALONE else Installation(find_container_server())
         backends_dir = None if installation.bundle is None else Path("BACKENDS")
         name, repository = f"specbuild-{self.ports.grpc}-", self.repository.resolve()
-        command = make_command(installation, repository, self.ports, find_address(self.address), backends_dir, self.launch, name)
+        shown = repository if shlex.quote(str(repository)) == str(repository) else Path("REPOSITORY")  # as in `start`
+        command = make_command(installation, shown, self.ports, find_address(self.address), backends_dir, self.launch, name)
         before = {variable: f"${variable}" for variable in ("PATH", "LD_LIBRARY_PATH")}
         changes = (make_environment(installation.bundle, before) | self.launch.environment).items() - before.items()
         text = format_command(command, dict(sorted(changes)), None if self.launch == ALONE else str(repository))
-        note = f"# BACKENDS: a directory of links to the Python backend in {installation.bundle}, made at the start\n"
-        return text if backends_dir is None else note + text
+        notes = [f"# REPOSITORY: a link to {repository}, made at the start\n"] * (shown != repository)
+        if backends_dir:
+            notes += [f"# BACKENDS: a directory of links to the Python backend in {installation.bundle}, made at the start\n"]
+        return "".join(notes) + text
 
     def _copy_log(self, stream: IO[str]) -> None:
         """Keep the last lines of the server's log, and pass each on to `log`."""

@@ -131,8 +131,9 @@ def check_files(config: ModelConfig, repository: Path) -> None:
             f"Cannot serve {config.name}: no engine at its gpt_model_path {path!r} in {repository}. Run `specbuild package --force`."
         )
     ranks = len(list((repository / path).glob("rank*.engine")))
-    (nodes,) = read_list(config, "num_nodes") or (1,)
-    for key, each in (("gpu_device_ids", nodes), ("participant_ids", 1)):
+    if len(nodes := read_list(config, "num_nodes") or (1,)) > 1:
+        raise ServingError(f"Cannot serve {config.name}: num_nodes is {join(nodes)!r}, expected one number. Package again.")
+    for key, each in (("gpu_device_ids", nodes[0]), ("participant_ids", 1)):
         numbers = read_list(config, key)
         if len(set(numbers)) * each != ranks and (numbers or key == "gpu_device_ids"):
             raise ServingError(
