@@ -37,7 +37,7 @@ class Divergence:
     """The first token at which a speculative answer left the plain one.
 
     top2_margin is how far the plain pass's best logit leads its second; rounding, the most that any logit there moves
-    when the same position is computed in a wider pass; spread, the standard deviation of the logits there.
+    when it and those before it are computed in wider passes; spread, the standard deviation of the logits there.
     A margin within twice the rounding is a near tie, unless the rounding itself is too large to be one.
     None: there is no engine here to measure it with.
     """
@@ -207,8 +207,8 @@ def find_divergence(pair: Pair, prompt: Sequence[int], plain: list[int], answer:
     """Locate the first difference and measure, at that position, the top-2 margin and what wider passes do to the logits."""
     position, ids = first_difference(plain, answer)
     tokens = [*prompt, *plain[:position]]
-    narrow = logits_at(pair, tokens, 1)
-    rounding = max(float(np.abs(logits_at(pair, tokens, width) - narrow).max()) for width in range(2, draft_len + 2))
+    narrow = logits_at(pair, prompt, tokens, 1)
+    rounding = max(float(np.abs(logits_at(pair, prompt, tokens, width) - narrow).max()) for width in range(2, draft_len + 2))
     return Divergence(index, draft_len, position, *ids, top2_margin(narrow), rounding, float(narrow.std()))
 
 
@@ -226,12 +226,12 @@ def top2_margin(logits: np.ndarray[Any, Any]) -> float:
     return float(best[1] - best[0])
 
 
-def logits_at(pair: Pair, tokens: list[int], width: int) -> np.ndarray[Any, Any]:
-    """Return the logits behind a sequence whose last `width` tokens run in one pass over a cache of one-token passes."""
+def logits_at(pair: Pair, prompt: Sequence[int], tokens: list[int], width: int) -> np.ndarray[Any, Any]:
+    """Return the logits behind a sequence whose tokens behind the prompt run in passes of `width`: what is cached is rounded, too."""
     pair.target.reset()
-    cached = len(tokens) - min(width, len(tokens))
-    if cached:
-        pair.target.logits(tokens[:cached], 1)
+    for end in range(len(tokens) - width * ((len(tokens) - len(prompt)) // width + 1), len(tokens), width):
+        if end > 0:
+            pair.target.logits(tokens[:end], 1)
     row: np.ndarray[Any, Any] = pair.target.logits(tokens, 1)[-1]
     return row
 

@@ -80,7 +80,7 @@ def locate(pair: Pair, theirs: Generator, prompt: list[int], plain: list[int], a
     """Say where the engine's answer leaves transformers' and whether 8-bit activations explain it."""
     position, ids = first_difference(plain, answer)
     tokens = [*prompt, *plain[:position]]
-    row, here = theirs.logits(tokens), logits_at(pair, tokens, 1)
+    row, here = theirs.logits(tokens), logits_at(pair, prompt, tokens, 1)
     width = min(len(row), len(here))
     difference = float(np.abs(row[:width] - here[:width]).max())
     return Divergence(index, 0, position, *ids, top2_margin(row[:width]), difference, float(row[:width].std()), LARGEST_DIFFERENCE)
