@@ -15,10 +15,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from fake_engines import write_engines
+from one_line import problem
 
 from specbuild.cli import cli as program
 from specbuild.config import load_config
-from specbuild.errors import SpecbuildError
 from specbuild.package import run_package
 from specbuild.placement import plan_places
 from specbuild.plan import load_parts
@@ -67,16 +67,6 @@ def packaged(pair):
         return config
 
     return make
-
-
-def problem(function, *arguments):
-    with pytest.raises(SpecbuildError) as caught:
-        function(*arguments)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.startswith("Cannot ")
-    assert text.endswith(".")
-    return text
 
 
 def parameters(config, model):

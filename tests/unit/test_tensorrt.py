@@ -11,13 +11,14 @@ from pathlib import Path
 
 import fake_trtllm_build
 import pytest
+from one_line import problem
 
 from specbuild.build import check_build, describe_build, run_build
 from specbuild.check import check_pair
 from specbuild.compilers import tensorrt
 from specbuild.config import load_config
 from specbuild.convert import run_convert
-from specbuild.errors import ConfigError, EngineError, SpecbuildError
+from specbuild.errors import ConfigError, EngineError
 from specbuild.package import run_package
 from specbuild.quant import find_scheme
 from specbuild.quantize import run_quantize
@@ -96,16 +97,6 @@ def machine(tmp_path, monkeypatch):
 
 def build(config):
     return [run_build(config, role) for role in ROLES]
-
-
-def problem(function, *arguments):
-    with pytest.raises(SpecbuildError) as caught:
-        function(*arguments)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.startswith("Cannot ")
-    assert text.endswith(".")
-    return text
 
 
 def test_both_engines_are_built_checked_and_have_a_card(pair, machine):
