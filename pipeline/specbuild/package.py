@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from specbuild.artifacts import Engine, find_end_ids, find_model_dir, load_json
 from specbuild.build import make_limits
@@ -34,12 +35,18 @@ def run_package(config: PairConfig, force: bool = False) -> bool:
     serving = make_serving(config, engines, tokenizer_dir, count_ids(tokenizers["target"]))
     inputs: dict[str, str] = {role: digest_artifact(engine.directory) for role, engine in engines.items()}
     inputs["tokenizer"] = digest_files([tokenizer_dir / "tokenizer.json"])
-    inputs["templates"] = digest_files(find_templates().rglob("*.py"))
     parameters = {name: value for name, value in asdict(serving).items() if not isinstance(value, Path)} | serving_parameters(config)
-    record = Record("package", parameters, inputs, ("tritonclient",))
+    return make_repository(config, parameters, inputs, force, lambda out: write_repository(out, serving))
+
+
+def make_repository(
+    config: PairConfig, parameters: Mapping[str, Any], inputs: Mapping[str, str], force: bool, write: Callable[[Path], None]
+) -> bool:
+    """Write and check the repository, unless it is up to date; return whether it was made anew."""
+    record = Record("package", parameters, {**inputs, "templates": digest_files(find_templates().rglob("*.py"))}, ("tritonclient",))
 
     def make(out: Path) -> None:
-        write_repository(out, serving)
+        write(out)
         check_repository(out)
 
     return make_artifact(config.repository_dir, record, force, make)
@@ -55,17 +62,9 @@ def package_models(config: PairConfig, force: bool) -> bool:
         dtype=config.target.dtype, tp=config.target.tp, pp=config.target.pp, max_batch_size=config.build.max_batch_size,
         max_seq_len=limits["target"].max_seq_len, max_num_tokens=max_num_tokens(limits["target"]), draft_len=config.speculation.draft_len,
     )  # fmt: skip
-    inputs: dict[str, str] = {
-        role: digest_files(path for path in directory.iterdir() if path.is_file()) for role, directory in directories.items()
-    }
-    inputs["templates"] = digest_files(find_templates().rglob("*.py"))
-    record = Record("package", {"compiler": config.build.compiler, **model_yaml}, inputs, ("tritonclient",))
-
-    def make(out: Path) -> None:
-        write_models(out, directories, model_yaml)
-        check_repository(out)
-
-    return make_artifact(config.repository_dir, record, force, make)
+    inputs = {role: digest_files(path for path in directory.iterdir() if path.is_file()) for role, directory in directories.items()}
+    parameters = {"compiler": config.build.compiler, **model_yaml}
+    return make_repository(config, parameters, inputs, force, lambda out: write_models(out, directories, model_yaml))
 
 
 def serving_parameters(config: PairConfig) -> dict[str, object]:

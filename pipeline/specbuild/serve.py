@@ -17,7 +17,7 @@ from specbuild.package import package_parameters
 from specbuild.progress import log
 from specbuild.provenance import check_input, check_parameters
 from specbuild.triton.launch import find_launch
-from specbuild.triton.llmapi_model import check_template
+from specbuild.triton.llmapi_model import find_template
 from specbuild.triton.repository import check_repository, load_configs
 from specbuild.triton.server import Ports, Server
 from specbuild.triton.trtllm_model import ENGINE_DIR
@@ -31,7 +31,7 @@ def run_serve(config: PairConfig, ports: Ports, address: str, timeout: float | N
         check_engines(config)
         check_built(config, roles_needed(config))
     else:
-        check_template()
+        find_template()
     server = make_server(config, ports, address)
     if server.launch.gpus:
         check_gpus(server.launch.gpus)

@@ -29,7 +29,8 @@ class ModelSpec:
     outputs: tuple[TensorSpec, ...]
 
 
-def _optional(dtype: str, *names: str, dims: tuple[int, ...] = (1,)) -> tuple[TensorSpec, ...]:
+def optional(dtype: str, *names: str, dims: tuple[int, ...] = (1,)) -> tuple[TensorSpec, ...]:
+    """Return inputs of one type that a request may leave out."""
     return tuple(TensorSpec(name, dtype, dims, optional=True) for name in names)
 
 
@@ -42,14 +43,14 @@ INPUT_IDS = TensorSpec("input_ids", "INT32", (-1,))
 
 REQUEST = (
     TensorSpec("max_tokens", "INT32"),
-    *_optional("BYTES", "stop_words", "bad_words", dims=(-1,)),
-    *_optional("BOOL", "stream", "stop", "exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"),
-    *_optional("BOOL", "return_perf_metrics", "return_log_probs", "return_context_logits", "return_generation_logits"),
-    *_optional("BOOL", "return_token_ids"),  # OURS: adds output_ids and prompt_ids to the answer
-    *_optional("INT32", "num_draft_tokens", "top_k", "end_id", "pad_id", "beam_width", "num_return_sequences"),
-    *_optional("INT32", "min_tokens", "min_length"),  # genai-perf still sends the older name
-    *_optional("FP32", "temperature", "top_p", "length_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *_optional("UINT64", "seed"),
+    *optional("BYTES", "stop_words", "bad_words", dims=(-1,)),
+    *optional("BOOL", "stream", "stop", "exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"),
+    *optional("BOOL", "return_perf_metrics", "return_log_probs", "return_context_logits", "return_generation_logits"),
+    *optional("BOOL", "return_token_ids"),  # OURS: adds output_ids and prompt_ids to the answer
+    *optional("INT32", "num_draft_tokens", "top_k", "end_id", "pad_id", "beam_width", "num_return_sequences"),
+    *optional("INT32", "min_tokens", "min_length"),  # genai-perf still sends the older name
+    *optional("FP32", "temperature", "top_p", "length_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *optional("UINT64", "seed"),
 )
 """What a request may say besides its text."""
 

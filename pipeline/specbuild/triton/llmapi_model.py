@@ -12,20 +12,15 @@ from typing import Any
 from tritonclient.grpc import model_config_pb2 as pb
 
 from specbuild.errors import ServingError
-from specbuild.triton.contract import ModelSpec, TensorSpec
+from specbuild.triton.contract import ModelSpec, TensorSpec, optional
 from specbuild.triton.pbtxt import make_model
 
 NAME = "tensorrt_llm"
 TARGET_DIR, DRAFT_DIR = "target", "draft"
 """The checkpoints, beside model.yaml; model.py changes into its own directory, so the repository can be moved."""
 
-
 CACHE_FRACTION = 0.8
 """Of the memory free when both models are loaded; the runtime shares it out itself (its own default is 0.9)."""
-
-
-def _optional(dtype: str, *names: str, dims: tuple[int, ...] = (1,)) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name, dtype, dims, optional=True) for name in names)
 
 
 def _outputs(dtype: str, *names: str, dims: tuple[int, ...] = (1,)) -> tuple[TensorSpec, ...]:
@@ -36,12 +31,12 @@ _SAMPLING = "sampling_param_"
 LLMAPI = ModelSpec(
     inputs=(
         TensorSpec("text_input", "BYTES", (-1,)),
-        *_optional("BOOL", "streaming", "stop", "return_finish_reason", "return_stop_reason", "return_cumulative_logprob"),
-        *_optional("INT32", *(_SAMPLING + name for name in ("best_of", "top_k", "max_tokens"))),
-        *_optional("FP32", *(_SAMPLING + name for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty"))),
-        *_optional("BYTES", _SAMPLING + "stop", dims=(-1,)),
-        *_optional("UINT64", _SAMPLING + "seed"),
-        *_optional("BOOL", *(_SAMPLING + name for name in ("exclude_input_from_output", "return_perf_metrics"))),
+        *optional("BOOL", "streaming", "stop", "return_finish_reason", "return_stop_reason", "return_cumulative_logprob"),
+        *optional("INT32", *(_SAMPLING + name for name in ("best_of", "top_k", "max_tokens"))),
+        *optional("FP32", *(_SAMPLING + name for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty"))),
+        *optional("BYTES", _SAMPLING + "stop", dims=(-1,)),
+        *optional("UINT64", _SAMPLING + "seed"),
+        *optional("BOOL", *(_SAMPLING + name for name in ("exclude_input_from_output", "return_perf_metrics"))),
     ),
     outputs=(
         *_outputs("BYTES", "text_output", "finish_reason", "stop_reason", dims=(-1,)),
@@ -55,14 +50,15 @@ LLMAPI = ModelSpec(
 )  # fmt: skip
 
 
-def check_template() -> None:
-    """Raise ServingError where upstream's model.py is not: model_repo/llmapi runs it from the container."""
+def find_template() -> Path:
+    """Return upstream's model.py, which model_repo/llmapi runs from the container; raise ServingError where it is not."""
     directory = Path(os.environ.get("SPECBUILD_LLMAPI_DIR", "/app/all_models/llmapi/tensorrt_llm/1"))
     if not (directory / "model.py").is_file():
         raise ServingError(
             f"Cannot serve with llmapi on this machine: no model.py in {directory}, expected TensorRT-LLM's llmapi template. Run it "
             "in a Triton TensorRT-LLM container of 1.3 or later, or set SPECBUILD_LLMAPI_DIR to where its template lies."
         )
+    return directory / "model.py"
 
 
 def make_llmapi_config() -> pb.ModelConfig:
