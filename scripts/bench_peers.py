@@ -6,12 +6,14 @@ usage: python scripts/bench_peers.py CONFIG [--peer-python NAME=PYTHON ...] [--t
 
 Peers are optional; each may live in an environment of its own, named by --peer-python, and one that cannot run says why:
   transformers   torch and transformers; the weights as they are; assisted generation
-  genai          pip install onnxruntime-genai onnx-ir onnx torch transformers; its own int4, block 128; a draft model
+  genai          pip install onnxruntime-genai onnx-ir onnx torch transformers; its own int4, in blocks of 32 columns; a draft model
+  genai:BLOCK    the same in blocks of 64, 128 or 256, which are faster and less exact
   openvino       pip install openvino-genai gguf safetensors torch; 4 bit from the GGUF below; a draft model
   llama.cpp      pip install xllamacpp gguf safetensors torch; Q4_0 with Q8_0 embeddings; a draft model
 
 Every answer has exactly --max-tokens tokens. Passes over all prompts take turns, engine by engine and plain beside speculative, so
 that ratios survive a noisy machine; quantizers differ, and with them the answers: each speedup is over the same engine's plain decoding.
+With --random, specbuild:GROUP is our engine, INT4 in groups of that many columns.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ from typing import Any, NoReturn
 from peer_engines import OPEN
 
 PEERS = tuple(OPEN)
+ENGINES = ("specbuild", "transformers", "genai", "genai:128", "openvino", "llama.cpp")
+RANDOM_ENGINES = ("specbuild:256", "specbuild:128", "genai", "genai:128", "genai:256")
 RANDOM = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16,
           "num_key_value_heads": 8, "max_position_embeddings": 1024, "tie_word_embeddings": False}  # fmt: skip
+DEMO = Path(__file__).parents[1] / "configs" / "demo"
 
 
 class Peer:
@@ -80,7 +85,9 @@ def open_peers(pythons: dict[str, str], wanted: Sequence[str], job: dict[str, An
     """Start the peers; say why one cannot run."""
     for name in wanted:
         try:
-            yield Peer(name, pythons.get(name, sys.executable), job)
+            engine, _, block = name.partition(":")
+            engines = {"target_engine": make_random(job, int(block))} if "random" in job and engine == "specbuild" else {}
+            yield Peer(name, pythons.get(engine, sys.executable), {**job, **engines, "block": int(block) if block else None})
         except (OSError, RuntimeError) as error:
             print(f"{name}: skipped: {error}", flush=True)
 
@@ -103,7 +110,8 @@ def compare(peers: Sequence[Peer], prompts: Sequence[list[int]], draft_len: int,
         row = f"{name:14} {statistics.median(own):18.1f}"
         drafted = rates[name, draft_len][1:] if draft_len else []
         row += f" {statistics.median(drafted):13.1f} {spread(drafted, own):>32}" if drafted else f" {'-':>13} {'-':>32}"
-        row += f" {spread(rates[peers[0].name, 0][1:], own):>24}" if peers[0].name == "specbuild" and name != "specbuild" else ""
+        first = peers[0].name
+        row += f" {spread(rates[first, 0][1:], own):>24}" if first.startswith("specbuild") and name != first else ""
         print(row.rstrip())
     for name, reason in failed.items():
         print(f"{name}: failed: {reason}")
@@ -130,12 +138,8 @@ def make_job(args: argparse.Namespace, work_dir: Path) -> tuple[dict[str, Any], 
 
     job = {"max_tokens": args.max_tokens, "draft_len": args.draft_len, "threads": args.threads, "work": str(work_dir)}
     if args.random:
-        job |= {
-            "target_hf": str(work_dir / "random"),
-            "draft_hf": None,
-            "draft_engine": None,
-            "target_engine": make_random(work_dir, args.kernels),
-        }
+        make_random_model(work_dir / "random")
+        job |= {"random": args.kernels, "target_hf": str(work_dir / "random"), "draft_hf": None, "draft_engine": None}
         return job, [[0, *((17 * i + 31 * j) % 2048 for j in range(24))] for i in range(args.prompts)]
     config = load_config(args.config)
     open_pair(config)  # raises unless it is built, and current
@@ -148,30 +152,39 @@ def make_job(args: argparse.Namespace, work_dir: Path) -> tuple[dict[str, Any], 
     return job, [encode_prompt(tokenizer, prompt.text) for prompt in prompts[:: max(1, len(prompts) // args.prompts)]][: args.prompts]
 
 
-def make_random(work_dir: Path, kernels: str) -> str:
-    """Write a seeded Llama as Hugging Face saves one, build our engine of it (INT4, groups of 128, lm_head too, as the peer does)."""
+def make_random_model(directory: Path) -> None:
+    """Write a seeded Llama as Hugging Face saves one."""
     import torch
-    import yaml
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**RANDOM, bos_token_id=0, eos_token_id=1)).to(torch.bfloat16).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "target" / name, directory)
+
+
+def make_random(job: dict[str, Any], group_size: int) -> str:
+    """Build our engine of the seeded Llama, INT4 in groups, lm_head too as the peer does; return its directory."""
+    import yaml
 
     from specbuild.build import run_build
     from specbuild.config import load_config
     from specbuild.convert import run_convert
     from specbuild.quantize import run_quantize
 
-    demo = Path(__file__).parents[1] / "configs" / "demo"
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**RANDOM, bos_token_id=0, eos_token_id=1)).to(torch.bfloat16).save_pretrained(work_dir / "random")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo / "target" / name, work_dir / "random")
-    target = {
-        "model": str(work_dir / "random"),
-        "quantize": {"scheme": "int4_awq", "group_size": 128, "lm_head": True, "quality": {"samples": 0}},
+    work_dir = Path(job["work"])
+    quantize = {"scheme": "int4_awq", "group_size": group_size, "lm_head": True, "quality": {"samples": 0}}
+    values = {
+        "name": "random",
+        "workdir": str(work_dir / f"build-{group_size}"),
+        "target": {"model": job["target_hf"], "quantize": quantize},
+        "draft": {"model": str(DEMO / "draft")},
+        "speculation": {"drafter": "ngram"},
+        "build": {"compiler": "onnx-cpu", "kernels": job["random"], "max_seq_len": 512},
     }
-    values = {"name": "random", "workdir": str(work_dir / "build"), "target": target, "draft": {"model": str(demo / "draft")},
-              "speculation": {"drafter": "ngram"}, "build": {"compiler": "onnx-cpu", "kernels": kernels, "max_seq_len": 512}}  # fmt: skip
-    (work_dir / "random.yaml").write_text(yaml.safe_dump(values))
-    config = load_config(work_dir / "random.yaml")
+    path = work_dir / f"random-{group_size}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    config = load_config(path)
     for stage in (run_convert, run_quantize, run_build):
         stage(config, "target")
     return str(config.dir_of("target", "engine"))
@@ -183,7 +196,9 @@ def main() -> None:
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--kernels", choices=("width-independent", "fast"), default="width-independent", help="of our engine, for --random")
     parser.add_argument("--peer-python", action="append", default=[], metavar="NAME=PYTHON")
-    parser.add_argument("--only", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument(
+        "--only", nargs="+", metavar="ENGINE", help=f"of {', '.join(ENGINES)}; with --random of {', '.join(RANDOM_ENGINES)}"
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=5)
@@ -195,6 +210,10 @@ def main() -> None:
         fail(f"Cannot use --peer-python {' '.join(args.peer_python)}: expected NAME=PYTHON with a name of {', '.join(PEERS)}.")
     if args.random == (args.config is not None):
         fail("Give CONFIG or --random.")
+    known = RANDOM_ENGINES if args.random else ENGINES
+    args.only = args.only or known
+    if unknown := [name for name in args.only if name not in known]:
+        fail(f"Cannot compare {', '.join(unknown)}: expected {', '.join(known)}.")
     run(args, pythons)
 
 
@@ -203,7 +222,6 @@ def run(args: argparse.Namespace, pythons: dict[str, str]) -> None:
     from specbuild.bench import describe_machine
     from specbuild.errors import SpecbuildError
 
-    wanted = [name for name in args.only if not args.random or name in {"specbuild", "genai"}]
     with tempfile.TemporaryDirectory() as work_dir, ExitStack() as stack:
         try:
             job, prompts = make_job(args, Path(work_dir))
@@ -215,7 +233,7 @@ def run(args: argparse.Namespace, pythons: dict[str, str]) -> None:
         )
         print(f"{machine['cpu']}, {machine['cores']} cores, {args.threads} threads; {parameters}\n$ {' '.join(sys.argv)}")
         peers = []
-        for peer in open_peers(pythons, wanted, job):
+        for peer in open_peers(pythons, args.only, job):
             stack.callback(peer.close)
             peers.append(peer)
         if peers:

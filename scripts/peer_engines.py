@@ -16,6 +16,7 @@ from typing import Any
 
 Decode = Callable[[list[int], int], Any]
 """(prompt ids, draft length; 0 = plain) decodes the job's number of tokens; returns how many."""
+GENAI_BLOCK = 32  # columns that share a scale, unless asked otherwise
 
 
 def open_specbuild(job: dict[str, Any]) -> Decode:
@@ -74,22 +75,17 @@ def open_genai(job: dict[str, Any]) -> Decode:
     """onnxruntime-genai: the model builder's int4, the draft beside the target in one configuration."""
     import onnxruntime_genai as og
 
-    directories = {}
-    for role in ("target", "draft"):
-        if job[f"{role}_hf"]:
-            directories[role] = Path(job["work"]) / f"genai-{role}"
-            subprocess.run(
-                [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", job[f"{role}_hf"], "-o", str(directories[role]),
-                 "-p", "int4", "-e", "cpu", "-c", f"{job['work']}/cache", "--extra_options", "int4_block_size=128"],
-                check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+    work_dir = Path(job["work"]) / f"genai-{job['block'] or 'default'}"
+    directories = {role: work_dir / role for role in ("target", "draft") if job[f"{role}_hf"]}
+    for role, directory in directories.items():
+        build_genai(Path(job[f"{role}_hf"]), directory, job["block"])
     config = json.loads((directories["target"] / "genai_config.json").read_text())
     config["model"]["eos_token_id"] = config["model"]["vocab_size"] - 1 if not job["draft_hf"] else job["unused_id"]
     config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = job["threads"]
     (directories["target"] / "genai_config.json").write_text(json.dumps(config))
     models = {False: og.Model(str(directories["target"]))}
     if "draft" in directories:
-        pair = shutil.copytree(directories["target"], Path(job["work"]) / "genai-pair")
+        pair = shutil.copytree(directories["target"], work_dir / "pair")
         shutil.copytree(directories["draft"], pair / "draft")
         decoder = json.loads((pair / "draft" / "genai_config.json").read_text())["model"]["decoder"]
         decoder["filename"] = "draft/model.onnx"
@@ -108,6 +104,20 @@ def open_genai(job: dict[str, Any]) -> Decode:
         return len(generator.get_sequence(0)) - len(ids)
 
     return decode
+
+
+def build_genai(model: Path, directory: Path, block: int | None) -> None:
+    """Run the model builder, and see that it took the block size: it says nothing of options that it does not know."""
+    import onnx
+
+    options = ["--extra_options", f"block_size={block}"] if block else []
+    command = ["-m", "onnxruntime_genai.models.builder", "-m", str(model), "-o", str(directory), "-p", "int4", "-e", "cpu"]
+    cache = ["-c", str(directory.parent / "cache")]
+    subprocess.run([sys.executable, *command, *cache, *options], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    nodes = onnx.load(str(directory / "model.onnx"), load_external_data=False).graph.node
+    found = {a.i for node in nodes if node.op_type == "MatMulNBits" for a in node.attribute if a.name == "block_size"}
+    if found != {block or GENAI_BLOCK}:
+        raise RuntimeError(f"the model builder made blocks of {sorted(found)} columns, expected {block or GENAI_BLOCK}")
 
 
 def open_openvino(job: dict[str, Any]) -> Decode:
@@ -239,7 +249,7 @@ def serve(name: str, job: dict[str, Any]) -> None:
     os.dup2(2, 1)  # libraries may print
     try:
         with redirect_stdout(sys.stderr):
-            decode = OPEN[name](job)
+            decode = OPEN[name.partition(":")[0]](job)
     except Exception as error:  # noqa: BLE001  whatever it is, it is the reason
         answers.write(json.dumps({"error": describe(error)}) + "\n")
         return
