@@ -293,11 +293,11 @@ def test_sequences_that_grow_in_a_batch_keep_the_bits_they_have_alone(make_engin
             assert np.array_equal(found[i], expected[i][end + i - 3 : end + i])
 
 
-WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 
 
 @pytest.mark.parametrize("scheme", ["int8_wo", "int4_awq"])
-@pytest.mark.parametrize(("group_size", "kv_heads"), [(64, 4), (128, 2)])
+@pytest.mark.parametrize(("group_size", "kv_heads"), [(64, 4), (128, 2), (256, 4)])
 def test_blocks_of_any_size_give_the_same_bits_in_every_pass_and_batch(make_engine, scheme, group_size, kv_heads):
     built = make_engine(scheme, group_size=group_size, num_key_value_heads=kv_heads, **WIDE)
     assert built.block == (group_size if scheme == "int4_awq" else 128)

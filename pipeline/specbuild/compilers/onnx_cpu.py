@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 ENGINES = True
 PACKAGES = ("onnx", "onnxruntime", "torch")
-GROUPS = (128, 64, 32)  # and any other multiple of 32
+GROUPS = (256, 128, 64, 32)  # and any other multiple of 32
 LIMITS = ("max_batch_size", "max_seq_len", "max_draft_len", "kernels")
-BLOCK = 128  # columns that share a scale, and whose activations are rounded together: wider ones are faster
+BLOCK = 128  # columns whose activations are rounded together, where a whole row shares a scale: wider ones are faster
+WIDEST = 256  # columns of a block where groups of columns share a scale: as many as the group has, but no more
 
 
 def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: int) -> None:
@@ -41,7 +42,7 @@ def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: 
     if tp * pp != 1:
         raise EngineError(f"Cannot build with onnx-cpu for {tp * pp} ranks: it runs in one process. Use tp: 1 and pp: 1.")
     if scheme.grouped and group_size % 32:
-        raise EngineError(f"Cannot build with onnx-cpu at group_size {group_size}: expected a multiple of 32. Use 32, 64 or 128.")
+        raise EngineError(f"Cannot build with onnx-cpu at group_size {group_size}: expected a multiple of 32. Use 32, 64, 128 or 256.")
     if shape.rotary_dim % 2:
         raise EngineError(
             f"Cannot build with onnx-cpu: {shape.rotary_dim} rotary columns per head are odd, expected pairs. Use another model."
@@ -81,7 +82,7 @@ def build(checkpoint: TllmCheckpoint, limits: Limits, out: Path, label: str) -> 
     shape = checkpoint.shape
     quantization = checkpoint.config["quantization"]
     scheme = scheme_of_algo(quantization["quant_algo"])
-    block = math.gcd(BLOCK, quantization["group_size"]) if scheme.grouped else BLOCK
+    block = math.gcd(WIDEST, quantization["group_size"]) if scheme.grouped else BLOCK
     with GraphBuilder(out, shape, checkpoint.entries(), scheme, block, limits) as builder:
         _add_decoder(builder, shape, includes_lm_head(quantization), label)
         builder.save()
