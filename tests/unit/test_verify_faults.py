@@ -157,7 +157,7 @@ def test_a_rejected_token_that_stays_in_an_engine_s_cache_is_told_by_the_ids(tin
 
     def logits(tokens, n):
         tokens = list(tokens)
-        kept = common_prefix(np.array(last), np.array(tokens))
+        kept = common_prefix(last, tokens)
         rejected = last[kept] if kept < min(len(last), len(tokens)) else None
         last[:] = tokens
         if rejected is not None and n > 1:
