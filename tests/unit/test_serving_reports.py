@@ -406,7 +406,7 @@ def test_s06_a_self_draft_is_accepted_whole_and_its_cache_misses_no_token(engine
         assert step.drafted == draft_len or step.finish_reason == "length"
         if step.drafted:
             # Neither its last guess nor the target's own token behind it: it reads both at the beginning of the next round.
-            assert draft._slots[0].tokens.tolist() == sequence[:-2]
+            assert draft._slots[0].tokens == sequence[:-2]
             assert draft.tokens_computed == len(sequence) - 2  # each once: nothing is rewound
     assert len(sequence) == 3 + 200
 
