@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Quantize the target of a pair in every way and print what each did to it, as one table.
 
-usage: python scripts/bench_quality.py [configs/demo.yaml] [--samples 128] [--group-size 128]
+usage: python scripts/bench_quality.py [configs/demo.yaml] [--samples 128] [--group-size 128 ...]
 
-Needs the extras calibrate and cpu. Everything is written below a temporary directory, and removed. On 2 cores the demo pair takes a few
-minutes, most of them in nvidia-modelopt's search.
+The schemes that have groups of columns are measured at each --group-size. "KL, engine" is of the logits that the CPU engine answers with:
+it also rounds activations, in blocks as wide as the groups. Needs the extras calibrate and cpu. Everything is written below a temporary
+directory, and removed. On 2 cores the demo pair takes a few minutes, most of them in nvidia-modelopt's search.
 """
 
 from __future__ import annotations
@@ -18,11 +19,19 @@ from typing import Any
 
 import yaml
 
-from specbuild.config import load_config
+from specbuild.acceptance import run_decoder
+from specbuild.artifacts import TllmCheckpoint, find_model_dir
+from specbuild.build import run_build
+from specbuild.calibration import load_text
+from specbuild.compilers import find_compiler
+from specbuild.config import PairConfig, load_config
 from specbuild.convert import run_convert
+from specbuild.decoder import Decoder
 from specbuild.provenance import find_version
 from specbuild.quality import QualityReport, load_quality
+from specbuild.quant import find_scheme
 from specbuild.quantize import run_quantize
+from specbuild.tokenizer import load_tokenizer
 
 WAYS: dict[str, dict[str, Any]] = {
     "full_prec": {"scheme": "full_prec"},
@@ -35,44 +44,66 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(config: Path, root: Path, section: dict[str, Any], args: argparse.Namespace) -> QualityReport:
-    """Quantize the target in one way; return the report."""
+def measure(config: Path, root: Path, section: dict[str, Any], group_size: int, samples: int) -> tuple[QualityReport, float]:
+    """Quantize the target in one way and build it; return the report, and the KL divergence of the engine."""
     values = yaml.safe_load(config.read_text())
-    quantize = {"group_size": args.group_size, **section}
+    quantize = {"group_size": group_size, **section}
     if "calibration" in section:
-        quantize["calibration"] = {"data": "builtin", "samples": args.samples}
+        quantize["calibration"] = {"data": "builtin", "samples": samples}
     values["target"]["quantize"] = quantize
+    values["build"] = {**values["build"], "compiler": "onnx-cpu"}
     values["target"]["model"] = str((config.parent / values["target"]["model"]).resolve())
     values["draft"]["model"] = str((config.parent / values["draft"]["model"]).resolve())
     values["workdir"] = str(root / "work")
     path = root / "pair.yaml"
     path.write_text(yaml.safe_dump(values))
     pair = load_config(path)
-    run_convert(pair, "target")
-    run_quantize(pair, "target")
+    for stage in (run_convert, run_quantize, run_build):
+        stage(pair, "target")
     report = load_quality(pair.dir_of("target", "quantized"))
     assert report is not None
-    return report
+    return report, measure_engine(pair)
+
+
+def measure_engine(pair: PairConfig) -> float:
+    """Return the KL divergence of what the engine answers from the unquantized model, in nats per held-out token."""
+    import torch
+
+    source = TllmCheckpoint.open(pair.dir_of("target", "checkpoint"))
+    tokenizer = load_tokenizer(find_model_dir(pair.target, pair.path, weights=False))
+    sequences = load_text(pair.target.quantize, pair.path, tokenizer, source.shape).held_out
+    decoder, runner = Decoder(source), find_compiler("onnx-cpu").open_runner(pair.dir_of("target", "engine"), 1)
+    total = 0.0
+    with torch.no_grad():
+        states = run_decoder(decoder, sequences).split([len(sequence) for sequence in sequences])
+        for hidden, sequence in zip(states, sequences, strict=True):
+            plain = decoder.logits(hidden).log_softmax(-1)
+            built = torch.from_numpy(runner.logits(sequence, len(sequence))).log_softmax(-1)
+            total += float((plain.exp() * (plain - built)).sum())
+    return total / sum(map(len, sequences))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/demo.yaml"))
     parser.add_argument("--samples", type=int, default=128, help="sequences to calibrate on")
-    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--group-size", type=int, action="append")
     args = parser.parse_args()
+    sizes = args.group_size or [128]
     versions = ", ".join(f"{name} {find_version(name)}" for name in ("specbuild", "torch", "nvidia-modelopt"))
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, {versions}")
     rows = []
-    with tempfile.TemporaryDirectory() as root:
-        for name, section in WAYS.items():
-            rows.append((name, measure(args.config, Path(root), section, args)))
-    tokens = rows[0][1].tokens
-    print(f"target of {args.config}, group_size {args.group_size}, {args.samples} sequences of `builtin`, {tokens} held-out tokens")
-    print(f"{'quantize':<38} {'perplexity':>10} {'KL':>9} {'top-1':>7} {'worst layer':>12}")
-    for name, report in rows:
+    for name, section in WAYS.items():
+        grouped = find_scheme(section["scheme"]).grouped
+        for size in sizes if grouped else sizes[:1]:
+            with tempfile.TemporaryDirectory() as root:
+                label = f"{name}, group {size}" if grouped else name
+                rows.append((label, *measure(args.config, Path(root), section, size, args.samples)))
+    print(f"target of {args.config}, {args.samples} sequences of `builtin`, {rows[0][1].tokens} held-out tokens")
+    print(f"{'quantize':<48} {'perplexity':>10} {'KL':>9} {'KL, engine':>10} {'top-1':>7} {'worst layer':>12}")
+    for name, report, engine in rows:
         worst = report.worst[0].error
-        print(f"{name:<38} {report.perplexity_after:>10.2f} {report.kl:>9.5f} {report.top1:>7.4f} {worst:>12.4f}")
+        print(f"{name:<48} {report.perplexity_after:>10.2f} {report.kl:>9.5f} {engine:>10.5f} {report.top1:>7.4f} {worst:>12.4f}")
 
 
 if __name__ == "__main__":
