@@ -6,13 +6,8 @@ from collections.abc import Sequence
 
 from specbuild.artifacts import TllmCheckpoint
 from specbuild.build import build_parameters, check_sources
-from specbuild.config import ROLES, PairConfig, Role
+from specbuild.config import PairConfig, Role
 from specbuild.provenance import check_parameters
-
-
-def roles_needed(config: PairConfig) -> tuple[Role, ...]:
-    """Return the models that decoding needs: the draft only where the drafter is a model."""
-    return ROLES if config.speculation.drafter == "model" else ("target",)
 
 
 def check_built(config: PairConfig, roles: Sequence[Role]) -> None:

@@ -153,6 +153,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def roles_needed(config: PairConfig) -> tuple[Role, ...]:
+    """Return the models that decoding needs: the draft only where the drafter is a model."""
+    return ROLES if config.speculation.drafter == "model" else ("target",)
+
+
 def load_config(path: Path) -> PairConfig:
     """Read and check a YAML file; raise ConfigError with one line that names the first wrong key or value."""
     try:

@@ -9,11 +9,11 @@ from typing import Any
 
 from specbuild.artifacts import Engine, find_end_ids, find_model_dir, load_json
 from specbuild.build import make_limits
-from specbuild.built import check_built, roles_needed
+from specbuild.built import check_built
 from specbuild.check import check_vocabularies, load_shape, load_tokenizers
 from specbuild.compilers import find_compiler
 from specbuild.compilers.trtllm_command import max_num_tokens
-from specbuild.config import ROLES, PairConfig, Role
+from specbuild.config import ROLES, PairConfig, Role, roles_needed
 from specbuild.errors import EngineError
 from specbuild.placement import make_places
 from specbuild.provenance import Record, digest_artifact, digest_files, make_artifact

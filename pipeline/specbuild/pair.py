@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from specbuild.artifacts import Engine, find_end_ids, find_model_dir
-from specbuild.built import check_built, roles_needed
+from specbuild.built import check_built
 from specbuild.check import check_names
 from specbuild.compilers import Runner, find_compiler
-from specbuild.config import PairConfig
+from specbuild.config import PairConfig, roles_needed
 from specbuild.errors import ConfigError, EngineError
 from specbuild.spec.accept import ModelVerifier
 from specbuild.spec.drafters import DRAFTERS

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from specbuild.artifacts import Engine, load_json
-from specbuild.built import roles_needed
 from specbuild.compilers import Limits, engine_card
-from specbuild.compilers.tensorrt import check_ranks
+from specbuild.compilers.tensorrt import check_logits, check_ranks
 from specbuild.compilers.trtllm_command import check_engine_config, section
-from specbuild.config import PairConfig, Role
+from specbuild.config import PairConfig, Role, roles_needed
 from specbuild.errors import ConfigError, EngineError
 from specbuild.plan import is_allowed, load_parts
 from specbuild.planning.hardware import GPUS, Gpu, find_gpu
@@ -34,12 +32,25 @@ def make_places(config: PairConfig, engines: Mapping[Role, Engine]) -> dict[str,
 
 def plan_places(config: PairConfig, built_on: str, windows: Mapping[Role, tuple[int, ...]] | None = None) -> dict[str, Place]:
     """Return the place of each engine, from the YAML and each model's config.json; `built_on` is the GPU's name by nvidia-smi."""
-    check_fast_logits(config)
-    devices = {role: choose_devices(config, role) for role in roles_needed(config)}
-    check_devices(devices)
+    devices = find_devices(config)
     participants = make_participants(devices) if config.serving.fast_logits else dict.fromkeys(devices, ())
     caches = plan_caches(config, choose_gpu(config, built_on), devices)
     return {role: Place(devices[role], participants[role], *caches[role], (windows or {}).get(role, ())) for role in devices}
+
+
+def check_placement(config: PairConfig) -> None:
+    """Raise ConfigError for a section `serving` that cannot work, as far as the YAML and each model's config.json tell."""
+    devices = find_devices(config)
+    if config.serving.gpu is not None:
+        plan_caches(config, choose_gpu(config, ""), devices)
+
+
+def find_devices(config: PairConfig) -> dict[Role, tuple[int, ...]]:
+    """Return the GPU of each rank of each engine; raise ConfigError where that cannot work."""
+    check_fast_logits(config)
+    devices = {role: choose_devices(config, role) for role in roles_needed(config)}
+    check_devices(devices)
+    return devices
 
 
 def check_engine(config: PairConfig, role: Role, engine: Engine) -> None:
@@ -66,26 +77,11 @@ def check_engine(config: PairConfig, role: Role, engine: Engine) -> None:
 def check_together(config: PairConfig, engines: Mapping[Role, Engine]) -> None:
     """Raise EngineError unless the engines take the same batch, and logits of one width where the draft's are handed on."""
     batches = {role: engine.max_batch_size for role, engine in engines.items()}
-    widths = {role: padded_vocab(engine) for role, engine in engines.items()}
     if len(set(batches.values())) > 1:
         raise EngineError(
             f"Cannot package these engines: max_batch_size is {batches}, expected one number. Run `specbuild build` for both."
         )
-    # Padding columns have a logit of 0 that no engine draws by: a softmax on the way would give them mass. Fast logits never leave it.
-    padded = any(width != engines[role].config["pretrained_config"]["vocab_size"] for role, width in widths.items())
-    wrong = len(set(widths.values())) > 1 or (padded and "draft" in engines and not config.serving.fast_logits)
-    if config.speculation.acceptance == "rejection" and wrong:
-        raise EngineError(
-            f"Cannot package these engines for acceptance rejection: their logits are {widths} wide, since each rank has an equal part of "
-            "the vocabulary. Expected its own size: use acceptance exact, or a tp that divides the vocabulary."
-        )
-
-
-def padded_vocab(engine: Engine) -> int:
-    """Return the width of an engine's logits: its vocabulary, in equal parts for all ranks (upstream's getVocabSizePadded)."""
-    config = engine.config["pretrained_config"]
-    ranks = int(config["mapping"]["world_size"])
-    return math.ceil(int(config["vocab_size"]) / ranks) * ranks
+    check_logits(config, {role: int(engine.config["pretrained_config"]["vocab_size"]) for role, engine in engines.items()})
 
 
 def check_fast_logits(config: PairConfig) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from specbuild.artifacts import Engine
-from specbuild.built import check_built, roles_needed
+from specbuild.built import check_built
 from specbuild.compilers import find_compiler
 from specbuild.compilers.trtllm_machine import find_gpus
-from specbuild.config import PairConfig
+from specbuild.config import PairConfig, roles_needed
 from specbuild.errors import ServingError
 from specbuild.package import package_parameters
 from specbuild.progress import log

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import fake_trtllm_build
 import pytest
+from click.testing import CliRunner
 from one_line import problem
 
 from specbuild.build import check_build, describe_build, run_build
 from specbuild.check import check_pair
+from specbuild.cli import cli
 from specbuild.compilers import tensorrt
 from specbuild.config import load_config
 from specbuild.convert import run_convert
@@ -125,7 +127,8 @@ def test_both_engines_are_built_checked_and_have_a_card(pair, machine):
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["tp 2", "pp 2"])
 def test_every_rank_is_built_of_a_model_for_two(tmp_path, write_pair_yaml, make_model, machine, tp, pp):
     target = {"model": str(make_model(**{**MODEL, "num_hidden_layers": 2})), "tp": tp, "pp": pp, "quantize": {"group_size": 128}}
-    path = write_pair_yaml(tmp_path, **merged(TENSORRT, {"target": target}))
+    exact = {"speculation": {"acceptance": "exact"}}  # an odd vocabulary for two has padding in its logits
+    path = write_pair_yaml(tmp_path, **merged(TENSORRT, {"target": target, **exact}))
     quantize(tmp_path, path)
     machine(gpus=(H100, H100))
     assert build(load_config(path)) == [True, True]
@@ -557,3 +560,23 @@ def test_the_card_has_the_window_that_the_runtime_must_be_told(tmp_path, write_p
     run_build(config, "target")
     card = json.loads((config.dir_of("target", "engine") / "engine_card.json").read_text())
     assert card.get("max_attention_window_size") == windows
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"target": {"tp": 2}}, "their logits are {'target': 102, 'draft': 101} wide"),
+        ({"target": {"tp": 2}, "draft": {"tp": 2}}, "their logits are {'target': 102, 'draft': 102} wide"),
+        ({"serving": {"target_gpus": [0, 1]}}, "Cannot place the target on GPUs [0, 1]: it has 1 ranks"),
+        ({"serving": {"draft_gpus": [8]}}, "Cannot place the draft on GPU 8"),
+        ({"serving": {"gpu": "h1000"}}, "Cannot plan the caches on serving.gpu 'h1000'"),
+        (
+            {"serving": {"fast_logits": True}, "speculation": {"acceptance": "exact"}},
+            "Cannot use serving.fast_logits with acceptance exact",
+        ),
+    ],
+)
+def test_check_refuses_before_anything_is_built_what_packaging_would(tmp_path, write_pair_yaml, make_model, sections, expected):
+    both = {role: {"model": str(make_model(**MODEL, seed=seed))} for role, seed in (("target", 0), ("draft", 1))}
+    path = write_pair_yaml(tmp_path, **merged(TENSORRT, both, sections))
+    assert expected in problem(lambda: CliRunner().invoke(cli, ["check", str(path)], catch_exceptions=False))

@@ -8,6 +8,7 @@ from specbuild.check import ModelReport, PairReport, check_pair
 from specbuild.cli.options import config_argument, echo_json, json_option, locked_option
 from specbuild.config import load_config
 from specbuild.lock import check_lock
+from specbuild.placement import check_placement
 
 
 @click.command("check")
@@ -26,6 +27,8 @@ def command(config: Path, locked: bool, as_json: bool) -> None:
     if locked:
         check_lock(pair)
     report = check_pair(pair)
+    if pair.build.compiler == "tensorrt":
+        check_placement(pair)
     if as_json:
         echo_json(report.to_dict())
     else:

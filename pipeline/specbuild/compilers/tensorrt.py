@@ -6,6 +6,7 @@ log in build.log. Both engines have a paged cache with paged context attention, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from specbuild.compilers.compiler import Limits, Runner
 from specbuild.compilers.trtllm_command import check_engine_config, format_command, make_command, timing_cache
 from specbuild.compilers.trtllm_machine import check_gpu, find_machine
 from specbuild.compilers.trtllm_process import LOG, failed_log_kept, run_builder
-from specbuild.config import ROLES, ModelConfig, PairConfig, Role
+from specbuild.config import ROLES, ModelConfig, PairConfig, Role, roles_needed
 from specbuild.errors import EngineError
 from specbuild.quant import QuantScheme, find_scheme
 from specbuild.shape import ModelShape
@@ -95,6 +96,23 @@ def check_pair(config: PairConfig, shapes: Mapping[Role, ModelShape]) -> None:
             f"Cannot build this pair with tensorrt: vocab_size is {' and '.join(map(str, vocabularies))} in the {' and '.join(shapes)}, "
             "expected the same, because the engines exchange whole rows of logits. Use a draft with the target's vocab_size (models of one "
             "family can be padded differently), or compiler: onnx-cpu."
+        )
+    check_logits(config, {role: shapes[role].vocab for role in roles_needed(config) if role in shapes})
+
+
+def check_logits(config: PairConfig, vocabularies: Mapping[Role, int]) -> None:
+    """Raise EngineError unless the engines' logits have one width, and no padding, where the draft's are handed on.
+
+    They are as wide as the vocabulary in equal parts for all ranks (upstream's getVocabSizePadded). Columns of padding have a logit of 0
+    that no engine draws by: a softmax on the way would give them mass. Fast logits never leave the backend.
+    """
+    ranks = {role: config.model_of(role).tp * config.model_of(role).pp for role in vocabularies}
+    widths = {role: math.ceil(vocab / ranks[role]) * ranks[role] for role, vocab in vocabularies.items()}
+    padded = widths != dict(vocabularies) and "draft" in vocabularies and not config.serving.fast_logits
+    if config.speculation.acceptance == "rejection" and (padded or len(set(widths.values())) > 1):
+        raise EngineError(
+            f"Cannot decode with these engines by acceptance rejection: their logits are {widths} wide, since each rank has an equal part "
+            "of the vocabulary. Expected its own size: use acceptance exact, or a tp that divides the vocabulary."
         )
 
 

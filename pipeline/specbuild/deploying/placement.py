@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specbuild.built import roles_needed
-from specbuild.config import PairConfig
+from specbuild.config import PairConfig, roles_needed
 from specbuild.errors import ConfigError
 from specbuild.placement import check_fast_logits, choose_devices
 
