@@ -7,13 +7,13 @@ usage: python scripts/bench_peers.py CONFIG [--peer-python NAME=PYTHON ...] [--t
 Peers are optional; each may live in an environment of its own, named by --peer-python, and one that cannot run says why:
   transformers   torch and transformers; the weights as they are; assisted generation
   genai          pip install onnxruntime-genai onnx-ir onnx torch transformers; its own int4, in blocks of 32 columns; a draft model
-  genai:BLOCK    the same in blocks of 64, 128 or 256, which are faster and less exact
+  genai:BLOCK    the same in blocks of 128, or 256 with --random, which are faster and less exact
   openvino       pip install openvino-genai gguf safetensors torch; 4 bit from the GGUF below; a draft model
   llama.cpp      pip install xllamacpp gguf safetensors torch; Q4_0 with Q8_0 embeddings; a draft model
 
 Every answer has exactly --max-tokens tokens. Passes over all prompts take turns, engine by engine and plain beside speculative, so
 that ratios survive a noisy machine; quantizers differ, and with them the answers: each speedup is over the same engine's plain decoding.
-With --random, specbuild:GROUP is our engine, INT4 in groups of that many columns.
+With --random, specbuild:GROUP is our engine, INT4 in groups of 128 or 256 columns. A ratio is the median of those of the runs.
 """
 
 from __future__ import annotations
@@ -83,12 +83,14 @@ class Peer:
 
 def open_peers(pythons: dict[str, str], wanted: Sequence[str], job: dict[str, Any]) -> Iterator[Peer]:
     """Start the peers; say why one cannot run."""
+    from specbuild.errors import SpecbuildError
+
     for name in wanted:
         try:
             engine, _, block = name.partition(":")
             engines = {"target_engine": make_random(job, int(block))} if "random" in job and engine == "specbuild" else {}
             yield Peer(name, pythons.get(engine, sys.executable), {**job, **engines, "block": int(block) if block else None})
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SpecbuildError) as error:
             print(f"{name}: skipped: {error}", flush=True)
 
 

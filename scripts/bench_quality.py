@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Quantize the target of a pair in every way and print what each did to it, as one table.
 
-usage: python scripts/bench_quality.py [configs/demo.yaml] [--samples 128] [--group-size 128 ...]
+usage: python scripts/bench_quality.py [configs/demo.yaml] [--samples 128] [--group-size 128 --group-size 256 ...]
 
 The schemes that have groups of columns are measured at each --group-size. "KL, engine" is of the logits that the CPU engine answers with:
 it also rounds activations, in blocks as wide as the groups. Needs the extras calibrate and cpu. Everything is written below a temporary
@@ -22,7 +22,7 @@ import yaml
 from specbuild.acceptance import run_decoder
 from specbuild.artifacts import TllmCheckpoint, find_model_dir
 from specbuild.build import run_build
-from specbuild.calibration import load_text
+from specbuild.calibration import DEFAULT_LENGTH, load_text
 from specbuild.compilers import find_compiler
 from specbuild.config import PairConfig, load_config
 from specbuild.convert import run_convert
@@ -51,7 +51,8 @@ def measure(config: Path, root: Path, section: dict[str, Any], group_size: int, 
     if "calibration" in section:
         quantize["calibration"] = {"data": "builtin", "samples": samples}
     values["target"]["quantize"] = quantize
-    values["build"] = {**values["build"], "compiler": "onnx-cpu"}
+    values["target"] |= {"tp": 1, "pp": 1}
+    values["build"] = {"compiler": "onnx-cpu", "max_seq_len": DEFAULT_LENGTH}  # the held-out sequences' own
     values["target"]["model"] = str((config.parent / values["target"]["model"]).resolve())
     values["draft"]["model"] = str((config.parent / values["draft"]["model"]).resolve())
     values["workdir"] = str(root / "work")
@@ -87,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/demo.yaml"))
     parser.add_argument("--samples", type=int, default=128, help="sequences to calibrate on")
-    parser.add_argument("--group-size", type=int, action="append")
+    parser.add_argument("--group-size", type=int, action="append", help="columns that share a scale; may be given again [default: 128]")
     args = parser.parse_args()
     sizes = args.group_size or [128]
     versions = ", ".join(f"{name} {find_version(name)}" for name in ("specbuild", "torch", "nvidia-modelopt"))

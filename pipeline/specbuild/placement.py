@@ -135,9 +135,9 @@ def choose_gpu(config: PairConfig, built_on: str) -> Gpu:
     name = config.serving.gpu
     gpu = find_gpu(built_on) if name is None else GPUS.get(name)
     if gpu is None or gpu.is_cpu:
-        found = (
-            f"serving.gpu {name!r}: it is no GPU that is known" if name else f"{built_on!r}, which built the engines: its memory is unknown"
-        )
+        found = f"{built_on!r}, which built the engines: its memory is unknown"
+        if name is not None:
+            found = f"serving.gpu {name!r}: it is no GPU that is known"
         raise ConfigError(f"Cannot plan the caches on {found}. Set serving.gpu to one of {known} (the nearest that has no more memory).")
     return gpu
 

@@ -10,7 +10,7 @@ from specbuild.build import make_limits
 from specbuild.check import check_names, load_shape
 from specbuild.compilers import find_compiler
 from specbuild.compilers.trtllm_machine import Machine, check_gpu
-from specbuild.config import PairConfig, Role
+from specbuild.config import PairConfig, roles_needed
 from specbuild.errors import ConfigError, EngineError
 from specbuild.planning.formula import Row, find_best, make_table
 from specbuild.planning.hardware import Gpu
@@ -76,9 +76,8 @@ def load_parts(config: PairConfig, gpu: Gpu) -> list[Part]:
     compiler = "onnx-cpu" if gpu.is_cpu else "tensorrt"
     config = config.model_copy(update={"build": config.build.model_copy(update={"compiler": compiler})})
     check_names(config)
-    roles: tuple[Role, ...] = ("target",) if config.speculation.drafter == "ngram" else ("target", "draft")
     parts, shapes = [], {}
-    for role in roles:
+    for role in roles_needed(config):
         _, family, shapes[role] = load_shape(config, role)
         limits = make_limits(config, role, shapes[role])
         parts.append(Part(role, shapes[role], config.model_of(role), limits, family.shares_embedding, gpu.is_cpu))

@@ -23,7 +23,7 @@ from specbuild.compilers import find_compiler, onnx_cpu, ort_runner
 from specbuild.compilers.compiler import Limits
 from specbuild.compilers.linear import Linear, join_outputs
 from specbuild.compilers.onnx_graph import OPSET, GraphBuilder
-from specbuild.compilers.ort_runner import OrtRunner
+from specbuild.compilers.ort_runner import OrtRunner, common_prefix
 from specbuild.config import QuantizeConfig, load_config
 from specbuild.convert import run_convert
 from specbuild.errors import ConfigError, EngineError
@@ -293,7 +293,7 @@ def test_sequences_that_grow_in_a_batch_keep_the_bits_they_have_alone(make_engin
             assert np.array_equal(found[i], expected[i][end + i - 3 : end + i])
 
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4}
 
 
 @pytest.mark.parametrize("scheme", ["int8_wo", "int4_awq"])
@@ -302,6 +302,15 @@ def test_blocks_of_any_size_give_the_same_bits_in_every_pass_and_batch(make_engi
     built = make_engine(scheme, group_size=group_size, num_key_value_heads=kv_heads, **WIDE)
     assert built.block == (group_size if scheme == "int4_awq" else 128)
     assert_same_bits(lambda slots: built.open(max_slots=slots), random_tokens(140))
+
+
+@pytest.mark.parametrize(("a", "b"), [(20, 20), (20, 7), (1, 20), (0, 3)])
+def test_a_common_prefix_ends_where_the_sequences_first_differ(a, b):
+    first, second = list(range(a)), list(range(b))
+    assert common_prefix(first, second) == min(a, b)
+    for place in range(b):
+        changed = [*second[:place], -1, *second[place + 1 :]]
+        assert common_prefix(first, changed) == min(a, place)
 
 
 def test_engines_say_in_their_config_which_kernels_they_run_with(make_engine):

@@ -2,14 +2,17 @@
 
 import ctypes
 import mmap
+import os
 import platform
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from specbuild.compilers import huge_pages as module
-from specbuild.compilers.huge_pages import SIZE, huge_pages
+from specbuild.compilers import ort_runner
+from specbuild.compilers.huge_pages import SIZE, find_memory, huge_pages, subtract
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the memory of a process is described so by Linux alone")
 
@@ -56,6 +59,61 @@ def test_what_was_there_before_stays_as_it_was():
     with huge_pages():
         pass
     assert huge_bytes(memory) == before
+
+
+@pytest.mark.usefixtures("collapses")
+def test_old_memory_that_the_kernel_joins_with_new_stays_as_it_was():
+    """Untouched pages of it would be filled."""
+    old = [mmap.mmap(-1, 64 * SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(4)]
+    resident = read_resident()
+    with huge_pages():
+        new = allocate(4)
+    assert read_resident() - resident < len(new) + 8 * SIZE
+    assert len(old) == 4
+
+
+def read_resident():
+    return int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+
+@pytest.mark.parametrize(
+    ("regions", "others", "left"),
+    [
+        ([(0, 10)], [], [(0, 10)]),
+        ([(0, 10)], [(0, 10)], []),
+        ([(0, 10)], [(2, 4), (6, 8)], [(0, 2), (4, 6), (8, 10)]),
+        ([(5, 10), (20, 30)], [(0, 6), (25, 40)], [(6, 10), (20, 25)]),
+        ([(5, 10)], [(0, 5), (10, 12)], [(5, 10)]),
+    ],
+)
+def test_only_what_is_new_is_left(regions, others, left):
+    assert list(subtract(regions, others)) == left
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", b"a b", "a\u2028b".encode(), b"a\x0cb", b"a\x85b", b"a\rb"])
+def test_files_of_any_name_may_be_mapped(tmp_path, name):
+    path = tmp_path / os.fsdecode(name)
+    path.write_bytes(b"x" * mmap.PAGESIZE)
+    plain = find_memory()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), huge_pages():
+        assert len(find_memory()) >= len(plain) - 1
+
+
+def test_an_engine_s_weights_are_loaded_into_huge_pages_unless_they_are_small(tiny_pair, monkeypatch):
+    used, engine = [], tiny_pair.dir_of("target", "engine")
+
+    @contextmanager
+    def record():
+        used.append("loading")
+        yield
+        used.append("loaded")
+
+    monkeypatch.setattr(ort_runner, "huge_pages", record)
+    ort_runner.OrtRunner(engine, max_slots=1)
+    assert used == []
+    monkeypatch.setattr(ort_runner, "SMALL", 0)
+    ort_runner.OrtRunner(engine, max_slots=1)
+    assert used == ["loading", "loaded"]
 
 
 def test_a_system_that_does_not_tell_its_memory_is_left_alone(monkeypatch, tmp_path):

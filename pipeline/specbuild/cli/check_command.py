@@ -18,7 +18,7 @@ from specbuild.placement import check_placement
 def command(config: Path, locked: bool, as_json: bool) -> None:
     """Check a pair without reading weights.
 
-    Files, shapes, schemes, tokenizers, limits: the first thing that cannot work is one error. --locked does read them: for their digests.
+    Files, shapes, schemes, tokenizers, limits, GPUs: the first thing that cannot work is one error. --locked reads weights, for digests.
 
     \b
     specbuild check configs/demo.yaml

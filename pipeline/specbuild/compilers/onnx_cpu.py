@@ -34,7 +34,7 @@ PACKAGES = ("onnx", "onnxruntime", "torch")
 GROUPS = (256, 128, 64, 32)  # and any other multiple of 32
 LIMITS = ("max_batch_size", "max_seq_len", "max_draft_len", "kernels")
 BLOCK = 128  # columns whose activations are rounded together, where a whole row shares a scale: wider ones are faster
-WIDEST = 256  # columns of a block where groups of columns share a scale: as many as the group has, but no more
+WIDEST = 256  # columns of a block where groups of columns share a scale: the largest power of two up to this that divides the group
 
 
 def check(shape: ModelShape, scheme: QuantScheme, group_size: int, tp: int, pp: int) -> None:

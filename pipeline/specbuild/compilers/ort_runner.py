@@ -261,12 +261,15 @@ def spinning() -> dict[str, str]:
     return {"session.intra_op.allow_spinning": "1", "session.intra_op.spin_duration_us": "50"}
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: list[int], b: list[int]) -> int:
     """Return how many leading tokens two sequences share."""
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:
-        return length
-    return next(i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other)
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # they differ first at low or between it and high
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low
 
 
 def group_jobs(jobs: Sequence[Job], widest: int | None = None) -> list[list[Job]]:

@@ -112,7 +112,7 @@ def check_logits(config: PairConfig, vocabularies: Mapping[Role, int]) -> None:
     if config.speculation.acceptance == "rejection" and (padded or len(set(widths.values())) > 1):
         raise EngineError(
             f"Cannot decode with these engines by acceptance rejection: their logits are {widths} wide, since each rank has an equal part "
-            "of the vocabulary. Expected its own size: use acceptance exact, or a tp that divides the vocabulary."
+            "of the vocabulary. Expected its own size: use acceptance exact, or ranks (tp x pp) that divide the vocabulary."
         )
 
 
