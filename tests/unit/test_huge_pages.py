@@ -61,15 +61,28 @@ def test_what_was_there_before_stays_as_it_was():
     assert huge_bytes(memory) == before
 
 
+def map_memory(address, size, access, flags=0):
+    """Call mmap for memory of no file; return its address."""
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype, call.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    return call(address, size, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, -1, 0)
+
+
 @pytest.mark.usefixtures("collapses")
 def test_old_memory_that_the_kernel_joins_with_new_stays_as_it_was():
-    """Untouched pages of it would be filled."""
-    old = [mmap.mmap(-1, 64 * SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(4)]
+    """A page here and there would be filled up to a huge one."""
+    old, new, fixed, access = 128 * SIZE, 4 * SIZE, 0x10, mmap.PROT_READ | mmap.PROT_WRITE
+    start = map_memory(None, old + new, 0)  # their place, not accessible yet
+    assert map_memory(start, old, access, fixed) == start
+    for address in range(start, start + old, SIZE):
+        ctypes.memset(address, 1, 1)
     resident = read_resident()
     with huge_pages():
-        new = allocate(4)
-    assert read_resident() - resident < len(new) + 8 * SIZE
-    assert len(old) == 4
+        assert map_memory(start + old, new, access, fixed) == start + old
+        ctypes.memset(start + old, 1, new)
+        assert any(low <= start and start + old + new <= high for low, high in find_memory())  # the kernel joined them
+    assert read_resident() - resident < new + 8 * SIZE
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(start), ctypes.c_size_t(old + new))
 
 
 def read_resident():
