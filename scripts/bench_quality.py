@@ -23,6 +23,7 @@ from specbuild.acceptance import run_decoder
 from specbuild.artifacts import TllmCheckpoint, find_model_dir
 from specbuild.build import run_build
 from specbuild.calibration import DEFAULT_LENGTH, load_text
+from specbuild.check import load_shape
 from specbuild.compilers import find_compiler
 from specbuild.config import PairConfig, load_config
 from specbuild.convert import run_convert
@@ -52,7 +53,8 @@ def measure(config: Path, root: Path, section: dict[str, Any], group_size: int, 
         quantize["calibration"] = {"data": "builtin", "samples": samples}
     values["target"]["quantize"] = quantize
     values["target"] |= {"tp": 1, "pp": 1}
-    values["build"] = {"compiler": "onnx-cpu", "max_seq_len": DEFAULT_LENGTH}  # the held-out sequences' own
+    length = min(DEFAULT_LENGTH, load_shape(load_config(config), "target")[2].context)  # of the held-out sequences
+    values["build"] = {"compiler": "onnx-cpu", "max_seq_len": length}
     values["target"]["model"] = str((config.parent / values["target"]["model"]).resolve())
     values["draft"]["model"] = str((config.parent / values["draft"]["model"]).resolve())
     values["workdir"] = str(root / "work")

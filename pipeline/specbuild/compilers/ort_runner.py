@@ -24,7 +24,7 @@ REWIND = 64  # a slot may lose this many tokens to a request (a rejected draft);
 BINDINGS = 32  # shapes of passes whose arrays are kept
 KEPT = 128 << 20  # bytes of them in all, or one pass: masks grow with the capacity, logits with the vocabulary
 PREPACK = {"session.prepack.enable_parallel": "1"}  # loads in half the time, and leaves packed weights side by side
-SMALL = 32 << 20  # bytes of weights below which waking a second thread costs more than it saves
+SMALL = 32 << 20  # bytes of weights below which a second thread costs more than it saves, and huge pages save nothing
 
 
 @dataclass
